@@ -1,0 +1,86 @@
+"""Run a function on several ranks of a real process group: forked processes, gloo, a file for rendezvous."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT_S = 20
+"""A collective that takes longer fails the rank: a hang is an error, not a wait."""
+JOIN_S = 240
+
+
+class RankError(AssertionError):
+    """A rank failed; the message holds its traceback."""
+
+
+def run(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Return what `function(*args)` returns on each of `world` ranks. Results must be picklable.
+
+    Forking spares every rank the import of torch, so the function may be a closure or defined in a test.
+    """
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(world):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_enter, args=(theirs, folder, rank, world, function, args), daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        try:
+            return _collect(pipes, processes)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+
+
+def _collect(pipes: list[Any], processes: list[Any]) -> list[Any]:
+    deadline = time.monotonic() + JOIN_S
+    results: list[Any] = [None] * len(pipes)
+    errors = []
+    for rank, pipe in enumerate(pipes):
+        if not pipe.poll(max(0.0, deadline - time.monotonic())):
+            errors.append(f"rank {rank} did not finish within {JOIN_S} s")
+            continue
+        try:
+            ok, value = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
+        except EOFError:
+            processes[rank].join(5)
+            ok, value = False, f"the process ended with exit code {processes[rank].exitcode}"
+        if ok:
+            results[rank] = value
+        else:
+            errors.append(f"rank {rank}:\n{value}")
+    if errors:
+        raise RankError("\n".join(errors))
+    return results
+
+
+def _enter(pipe: Any, folder: str, rank: int, world: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=(Path(folder) / "rendezvous").as_uri(), rank=rank, world_size=world,
+            timeout=timedelta(seconds=TIMEOUT_S),
+        )  # fmt: skip
+        answer = True, function(*args)
+    except BaseException:
+        answer = False, traceback.format_exc()
+    bytes_of = io.BytesIO()  # a pickled tensor would travel as a file descriptor of a process that is gone
+    torch.save(answer, bytes_of)
+    pipe.send_bytes(bytes_of.getvalue())
+    pipe.close()

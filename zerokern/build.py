@@ -1,0 +1,187 @@
+"""From a user's parameters and options to a coordinator: every check, before anything is changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import layout, ops
+from .comm import Comm
+from .config import Buckets, Precision
+from .stages.units import unit_of_params
+from .stages.zero1 import Zero1
+from .stages.zero2 import Zero2
+from .stages.zero3 import Zero3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout that all ranks agreed on, and what will run it."""
+
+    params: list[nn.Parameter]
+    coordinator: Callable[[], Zero1]
+
+
+def check_options(
+    stage: int, model: nn.Module | None, process_group: ProcessGroup | None, mesh: DeviceMesh | None, max_grad_norm: float | None
+) -> None:
+    """Refuse options that contradict each other.
+
+    Raises:
+        ValueError: says the value, the rule and the remedy.
+        TypeError: model is not a module.
+    """
+    if stage not in (1, 2, 3):
+        raise ValueError(f"stage={stage!r}: it must be 1 (optimizer state), 2 (and gradients) or 3 (and parameters)")
+    if stage == 3 and model is None:
+        raise ValueError("stage=3 needs the module, to gather its units before their forward: pass model=model")
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"model={type(model).__name__}: it must be a torch.nn.Module")
+    if process_group is not None and mesh is not None:
+        raise ValueError("process_group and mesh are both given; pass one of them")
+    if mesh is not None and mesh.ndim != 1:
+        raise ValueError(f"mesh has {mesh.ndim} dimensions; pass the one to shard over, for example mesh['dp']")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm={max_grad_norm}: it must be positive, or None for no clipping")
+
+
+def checked_groups(params: Iterable[Any], defaults: Mapping[str, Any]) -> list[Any]:
+    """Return `params` as a list, after refusing duplicates and what cannot be sharded.
+
+    Raises:
+        ValueError: no parameter, a parameter given twice, several devices, sparse or aliased memory, a DTensor.
+        TypeError: not a parameter, or of a dtype that the kernels do not know.
+    """
+    given = [params] if isinstance(params, Mapping) else params
+    if isinstance(given, Tensor):
+        raise TypeError("params is a single tensor; pass a list of parameters, for example model.parameters()")
+    groups = [dict(g, params=_listed(g["params"])) if isinstance(g, Mapping) else g for g in given]
+    if not groups:
+        raise ValueError("the parameter list is empty; pass model.parameters()")
+    seen: dict[int, str] = {}
+    memory: dict[int, str] = {}
+    devices: dict[torch.device, str] = {}
+    for index, item in enumerate(groups):
+        for position, entry in enumerate(item["params"] if isinstance(item, Mapping) else [item]):
+            name, param = entry if isinstance(entry, tuple) else (f"parameter {position} of group {index}", entry)
+            if not isinstance(param, Tensor):
+                raise TypeError(f"{name} is a {type(param).__name__}; it must be a torch.nn.Parameter")
+            if id(param) in seen:
+                raise ValueError(f"{name} is also {seen[id(param)]}; give every parameter once")
+            seen[id(param)] = name
+            _check_param(name, param)
+            devices.setdefault(param.device, name)
+            if param.numel() and memory.setdefault(param.data_ptr(), name) != name:
+                raise ValueError(
+                    f"{name} shares memory with {memory[param.data_ptr()]}; tie them by using one Parameter object in both places"
+                )
+    if not seen:
+        raise ValueError("every parameter group is empty; pass model.parameters()")
+    if len(devices) > 1:
+        places = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise ValueError(f"parameters are on several devices ({places}); move the model to one device per rank")
+    return groups
+
+
+def _listed(params: Any) -> list[Any]:
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def _check_param(name: str, param: Tensor) -> None:
+    if hasattr(param, "placements"):
+        raise ValueError(f"{name} is a DTensor, sharded already; pass plain parameters, without FSDP2 or tensor parallelism")
+    if param.layout != torch.strided:
+        raise ValueError(f"{name} has layout {param.layout}; zerokern shards dense parameters only")
+    if param.requires_grad and param.dtype not in ops.FLOATS:
+        raise TypeError(f"{name} is {param.dtype}; trainable parameters must be float32, bfloat16 or float16")
+    if param.requires_grad and not param.is_leaf:
+        raise ValueError(f"{name} is not a leaf of the autograd graph; pass the parameter itself, not a function of it")
+
+
+def check_hyper(group: Mapping[str, Any]) -> None:
+    """Refuse hyper-parameters that torch refuses, and options that are not available.
+
+    Raises:
+        ValueError: says the value and the rule.
+    """
+    for name in ("amsgrad", "differentiable"):
+        if group[name]:
+            raise ValueError(f"{name}=True is not available in zerokern {'' if name == 'amsgrad' else 'and will not be'}; leave it False")
+    for name in ("lr", "eps", "weight_decay"):
+        value = group[name]
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise ValueError(f"{name} is a tensor of shape {tuple(value.shape)}; it must hold one number")
+        elif not value >= 0:
+            raise ValueError(f"{name}={value}: it must not be negative or NaN")
+    for index, beta in enumerate(group["betas"]):
+        if not isinstance(beta, Tensor) and not 0.0 <= beta < 1.0:
+            raise ValueError(f"betas[{index}]={beta}: it must be in [0, 1)")
+
+
+def plan(
+    groups: Sequence[Mapping[str, Any]],
+    stage: int,
+    model: nn.Module | None,
+    comm: Comm,
+    precision: Precision,
+    buckets: Buckets,
+) -> Plan:
+    """Lay out the parameters and have all ranks agree on it.
+
+    Raises:
+        ValueError: on all ranks, if their layouts differ.
+    """
+    names: dict[int, str] = {}
+    group_of: dict[int, int] = {}
+    params: list[nn.Parameter] = []
+    for index, group in enumerate(groups):
+        for position, param in enumerate(group["params"]):
+            given = group.get("param_names")
+            names[id(param)] = given[position] if given else f"{index}.{position}"
+            group_of[id(param)] = index
+            params.append(param)
+    sharded = stage == 3 and comm.world > 1
+    units: dict[int, str] = {}
+    if model is not None:
+        names.update((id(p), name) for name, p in model.named_parameters())
+    if sharded:
+        assert model is not None
+        params = _in_model_order(params, model)
+        units = unit_of_params(model, buckets.units)
+    specs = [
+        layout.ParamSpec(
+            names[id(p)], tuple(p.shape), str(p.dtype).removeprefix("torch."), p.element_size(),
+            p.requires_grad, units.get(id(p), ""),
+        )
+        for p in params
+    ]  # fmt: skip
+    chosen = layout.by_unit(specs, comm.world) if sharded else layout.bucketed(specs, comm.world, buckets.bytes)
+    lines = [*chosen.lines(), *(f"group of {s.name!r}: {group_of.get(id(p), -1)}" for s, p in zip(specs, params, strict=True))]
+    comm.check_agreement(layout.fingerprint(lines), lines, params[0].device)
+    numbers = [group_of.get(id(p), -1) for p in params]
+
+    def coordinator() -> Zero1:
+        if sharded:
+            assert model is not None
+            return Zero3(chosen, params, numbers, comm, precision, buckets, model=model)
+        return (Zero1 if stage == 1 else Zero2)(chosen, params, numbers, comm, precision, buckets)
+
+    return Plan(params, coordinator)
+
+
+def _in_model_order(params: Sequence[nn.Parameter], model: nn.Module) -> list[nn.Parameter]:
+    """Return the model's parameters that stage 3 shards: those of the optimizer, and frozen ones, in order of registration."""
+    ours = {id(p) for p in params}
+    chosen = [p for p in model.parameters() if id(p) in ours or not p.requires_grad]
+    missing = ours - {id(p) for p in chosen}
+    if missing:
+        raise ValueError(f"{len(missing)} parameters of the optimizer are not in model; pass the module that holds all of them")
+    return chosen

@@ -1,0 +1,73 @@
+"""What a user may choose, as frozen values; and the one place where the environment is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+Backend = Literal["auto", "triton", "torch"]
+
+
+def backend() -> Backend:
+    """Return `ZEROKERN_BACKEND`: which implementation of the kernels runs.
+
+    "auto" (the default) takes Triton for tensors on a GPU and torch for the rest; "triton" and "torch" insist.
+
+    Raises:
+        ValueError: the variable holds anything else.
+    """
+    value = os.environ.get("ZEROKERN_BACKEND", "auto")
+    if value not in ("auto", "triton", "torch"):
+        raise ValueError(f"ZEROKERN_BACKEND is {value!r}; it must be 'auto', 'triton' or 'torch': set or unset it")
+    return value  # type: ignore[return-value]
+
+
+def compile_from() -> int:
+    """Return `ZEROKERN_COMPILE_FROM`: elements of a rank's CPU shards from which the update is compiled (default 2 Mi).
+
+    Compiling takes some 15 s once per machine, so it pays only where a step is long. A negative value turns it off.
+    """
+    return int(os.environ.get("ZEROKERN_COMPILE_FROM", 2 * 2**20))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """How numbers are stored and sent.
+
+    Raises:
+        ValueError: a dtype is not a floating dtype that the kernels know.
+    """
+
+    wire: torch.dtype | None = None
+    """dtype of gradients on the wire and in buckets. None: the dtype of the parameter. Sums are formed in fp32 either way."""
+
+    def __post_init__(self) -> None:
+        if self.wire not in (None, torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"Precision(wire={self.wire}): must be None, torch.float32, torch.bfloat16 or torch.float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buckets:
+    """How parameters are cut into units of communication, and when these travel.
+
+    Raises:
+        ValueError: `bytes` is not positive.
+    """
+
+    bytes: int = 25 * 2**20
+    """Size of a bucket of parameters in stages 1 and 2, in bytes. A parameter that is larger has a bucket of its own."""
+
+    overlap: bool = True
+    """Exchange a bucket as soon as its gradients are there, and in stage 3 gather the next unit ahead. Same bits either way."""
+
+    units: Callable[[nn.Module], bool] | None = None
+    """Stage 3: which modules are gathered as one unit. None: the children of every ModuleList; the rest is the root unit."""
+
+    def __post_init__(self) -> None:
+        if self.bytes <= 0:
+            raise ValueError(f"Buckets(bytes={self.bytes}): must be positive; the default is 25 MiB")

@@ -1,0 +1,1 @@
+"""The coordinators: when gradients are reduced and parameters gathered. No arithmetic in here."""

@@ -1,0 +1,289 @@
+"""One bucket's gradients, from autograd to the reduced shard.
+
+    LOCAL       this rank's gradients, accumulating in `local` (p.grad is a view of it)
+    TRAVELLING  `local` is being exchanged; nobody touches it
+    REDUCED     `shard` holds the average over ranks; `local` is gone (stages 2, 3) or stale (stage 1)
+
+p.grad tells whether the user still wants a gradient. While it is LOCAL, p.grad is the view; once it has left, p.grad is a
+placeholder that holds no memory and reads as NaN. If either is missing, or was zeroed, somebody called zero_grad.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..buffers import Scratch, dense_stride, view_in
+from ..comm import Comm, Work
+from ..layout import Bucket
+
+
+class State(enum.Enum):
+    """Where a bucket's gradients are."""
+
+    LOCAL = enum.auto()
+    TRAVELLING = enum.auto()
+    REDUCED = enum.auto()
+
+
+class GradientBucket:
+    """The gradients of one bucket on one rank."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        params: Sequence[nn.Parameter],
+        comm: Comm,
+        scratch: Scratch,
+        partials: Tensor,
+        *,
+        wire: torch.dtype,
+        resident: bool,
+    ) -> None:
+        """Set up storage.
+
+        Args:
+            bucket: its layout.
+            params: one for each slot.
+            comm: the group to reduce over.
+            scratch: where chunks, and in stages 2 and 3 the bucket, come from.
+            partials: fp64, the sums of squares of this bucket's shard. Written by every reduction.
+            wire: dtype of `local`.
+            resident: stage 1: `local` lives forever, and if it is fp32 the shard is this rank's part of it.
+        """
+        self.bucket, self.params, self.comm, self.scratch, self.partials = bucket, list(params), comm, scratch, partials
+        self.wire, self.resident = wire, resident
+        device = params[0].device
+        self.state = State.LOCAL
+        self.local: Tensor | None = None
+        self.views: list[Tensor] = []
+        self.strides = [dense_stride(p) for p in params]
+        if resident:
+            self._open(torch.zeros(bucket.numel, dtype=wire, device=device))
+        self.shard_in_local = resident and wire == torch.float32
+        if self.shard_in_local and self.local is not None:
+            self.shard = self.local[bucket.shard(comm.rank)]
+        else:
+            self.shard = torch.zeros(bucket.shard_numel, dtype=torch.float32, device=device)
+        # A scalar seen with the parameter's shape; each has storage of its own, since views share a version counter.
+        self.placeholders = [torch.full((), math.nan, dtype=p.dtype, device=device).expand(p.shape) for p in params]
+        self.versions = [0] * len(self.params)
+        self.filled = [False] * len(self.params)
+        """Slots of `local` that hold a gradient."""
+        self.used = [False] * len(self.params)
+        """Parameters whose gradient is in `shard`."""
+        self.fired = [0] * len(self.params)
+        """Gradients received in this backward pass."""
+        self.expected = [1] * len(self.params)
+        """Most gradients that any backward pass has brought: a parameter in two reentrant checkpoints has two."""
+        self.continues = [False] * len(self.params)
+        """Gradients on their way add to the one in `local`."""
+        self.carry: Tensor | None = None
+        """A reduced gradient that the next reduction adds to, since nobody zeroed it."""
+        self._waiting: list[tuple[Tensor, Tensor]] = []
+        self._work = Work()
+        self._received: Tensor | None = None
+
+    # ------------------------------------------------------------------ a gradient arrives
+
+    def before(self, index: int) -> None:
+        """Prepare for autograd's accumulation into p.grad of parameter `index`."""
+        if self.state is not State.LOCAL:
+            self.reopen()
+        wanted = self._wanted(index)
+        if not wanted:
+            self._discard(index)
+        self.continues[index] = wanted and self.filled[index]
+        if wanted and self.params[index].grad is self.placeholders[index]:
+            self.params[index].grad = None  # autograd would add in place to a tensor that has no memory
+
+    def take(self, index: int) -> None:
+        """Take the gradient that autograd left in p.grad."""
+        param = self.params[index]
+        grad = param.grad
+        if grad is None:
+            return
+        if self.local is None:
+            self._open(self.scratch.take(self.bucket.numel, self.wire))
+            self._zero_padding()
+        view = self.views[index]
+        if grad is not view:
+            if self.continues[index] and self.wire != param.dtype:
+                view.add_(grad)
+            else:
+                self._waiting.append((view, grad))
+                # On the CPU a gradient is packed while it is in the cache; on a GPU one launch packs the bucket.
+                if not grad.is_cuda:
+                    self.pack()
+            param.grad = view if self.wire == param.dtype else self._placeholder(index)
+        self.filled[index] = True
+        self.fired[index] += 1
+
+    def pack(self) -> None:
+        """Copy gradients that wait into the bucket."""
+        if self._waiting:
+            destinations, sources = zip(*self._waiting, strict=True)
+            ops.pack_(destinations, sources)
+            self._waiting.clear()
+
+    def adopt(self, index: int) -> None:
+        """Take a gradient that was assigned to p.grad by hand, or was there before the optimizer."""
+        grad = self.params[index].grad
+        if grad is not None and not self._is_ours(index, grad):
+            self.before(index)
+            self.take(index)
+
+    def complete(self) -> bool:
+        """Return whether every parameter has brought as many gradients as it ever has."""
+        return all(fired >= expected for fired, expected in zip(self.fired, self.expected, strict=True))
+
+    def end_backward(self) -> None:
+        """Remember how many gradients a pass brings, and start counting anew."""
+        self.expected = [max(pair) for pair in zip(self.fired, self.expected, strict=True)]
+        self.fired = [0] * len(self.params)
+
+    # ------------------------------------------------------------------ over the ranks
+
+    def launch(self) -> None:
+        """Start the exchange. Parameters without a gradient contribute zeros, so that ranks never wait for each other."""
+        if self.state is not State.LOCAL:
+            self.reopen()
+        self.pack()
+        if self.local is None:
+            self._open(self.scratch.take(self.bucket.numel, self.wire))
+            self._zero_padding()
+        self._drop_unwanted()
+        for index, filled in enumerate(self.filled):
+            if not filled:
+                self.views[index].zero_()
+            else:
+                self.params[index].grad = self._placeholder(index)
+        assert self.local is not None
+        self._received = self.scratch.take((self.comm.world - 1, self.bucket.shard_numel), self.wire)
+        self._work = self.comm.exchange(self.local, self._received, self._name())
+        self.state = State.TRAVELLING
+
+    def finish(self) -> None:
+        """Wait for the exchange and reduce; in stages 2 and 3 the bucket's memory goes."""
+        if self.state is not State.TRAVELLING:
+            return
+        assert self.local is not None and self._received is not None
+        self._work.wait()
+        self._reduce(self._received)
+        self.scratch.give(self._received)
+        self._received = None
+        self.used = [used or filled for used, filled in zip(self.used, self.filled, strict=True)]
+        self.filled = [False] * len(self.params)
+        if not self.resident:
+            self._close()
+        self.state = State.REDUCED
+
+    def reduce_alone(self) -> None:
+        """World of one: the local gradient is the reduced one, and stays where the user sees it."""
+        self.pack()
+        self._drop_unwanted()
+        if self.local is None or not any(self.filled):
+            self.partials.zero_()
+        else:
+            for index, filled in enumerate(self.filled):
+                if not filled:
+                    self.views[index].zero_()
+            self._reduce(self.local.new_empty(0, self.bucket.shard_numel))
+        self.used = list(self.filled)
+
+    def reopen(self) -> None:
+        """Make the bucket LOCAL again. What was reduced and not zeroed since is carried into the next reduction."""
+        self.finish()
+        if any(self.forget_zeroed(reopening=True)):
+            self.carry = self.shard.clone() if self.shard_in_local else self.shard
+        self.state = State.LOCAL
+
+    def forget_zeroed(self, *, reopening: bool = False) -> list[bool]:
+        """REDUCED: drop gradients whose p.grad was zeroed or set to None since. Return which are kept.
+
+        As in torch, a zeroed gradient is a gradient of zero, and None is none: the parameter is left alone.
+        """
+        kept = [used and self._wanted(index) for index, used in enumerate(self.used)]
+        dropped = [index for index, used in enumerate(self.used) if used and not kept[index]]
+        for index in dropped:
+            self.used[index] = self.params[index].grad is self.placeholders[index]
+            self._placeholder(index)
+        if dropped and not (reopening and not any(kept)):
+            self._zero_segments(self.shard, dropped)
+            empty = self.shard.new_empty(0, self.shard.numel())
+            ops.reduce_(self.shard, self.shard, empty, self.partials, rank=0, scale=1.0)
+        return kept
+
+    # ------------------------------------------------------------------ details
+
+    def _reduce(self, received: Tensor) -> None:
+        assert self.local is not None
+        own = self.local[self.bucket.shard(self.comm.rank)]
+        out = self.shard if self.carry is None else self.carry
+        scale = 1.0 / self.comm.world
+        accumulate = self.carry is not None
+        rank = self.comm.rank if received.shape[0] else 0
+        ops.reduce_(out, own, received, self.partials, rank=rank, scale=scale, accumulate=accumulate)
+        if out is not self.shard:
+            self.shard.copy_(out)
+        self.carry = None
+
+    def _name(self) -> str:
+        return f"{self.bucket.unit or 'bucket'} {self.bucket.index}"
+
+    def _open(self, local: Tensor) -> None:
+        self.local = local
+        self.views = [
+            view_in(local, slot.start, param.shape, stride)
+            for slot, param, stride in zip(self.bucket.slots, self.params, self.strides, strict=True)
+        ]
+
+    def _close(self) -> None:
+        assert self.local is not None
+        self.scratch.give(self.local)
+        self.local, self.views = None, []
+
+    def _zero_padding(self) -> None:
+        assert self.local is not None
+        for slot, following in zip(self.bucket.slots, [*self.bucket.slots[1:], None], strict=True):
+            end = following.start if following else self.bucket.numel
+            if slot.end < end:
+                self.local[slot.end : end].zero_()
+
+    def _drop_unwanted(self) -> None:
+        for index in range(len(self.params)):
+            if not self._wanted(index):
+                self.filled[index] = False
+                self._discard(index)
+
+    def _discard(self, index: int) -> None:
+        """Forget what was reduced earlier of a parameter whose gradient was zeroed in the meantime."""
+        if self.used[index] and self.carry is not None:
+            self._zero_segments(self.carry, [index])
+        self.used[index] = False
+
+    def _zero_segments(self, shard: Tensor, indices: Sequence[int]) -> None:
+        params = {self.bucket.slots[index].param for index in indices}
+        for piece in self.bucket.pieces(self.comm.rank):
+            if piece.param in params:
+                shard[piece.start : piece.start + piece.numel].zero_()
+
+    def _wanted(self, index: int) -> bool:
+        """Return whether p.grad is what we left there, and unzeroed."""
+        grad = self.params[index].grad
+        if grad is self.placeholders[index]:
+            return grad._version == self.versions[index]
+        return grad is not None and bool(self.views) and grad is self.views[index]
+
+    def _is_ours(self, index: int, grad: Tensor) -> bool:
+        return grad is self.placeholders[index] or (bool(self.views) and grad is self.views[index])
+
+    def _placeholder(self, index: int) -> Tensor:
+        placeholder = self.placeholders[index]
+        self.versions[index] = placeholder._version
+        return placeholder

@@ -1,0 +1,183 @@
+"""When gradients are reduced: hooks, backward passes, rounds.
+
+A round launches every bucket once, in the same order on every rank, whatever arrived where: a gradient that did not come is
+zeros. A bucket is launched early when it is complete and its predecessors are under way; the rest at the end of the round.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from .gradients import GradientBucket, State
+
+MAX_TRAVELLING = 2
+"""Buckets under way at a time; each holds a buffer of chunks."""
+
+
+class Rounds:
+    """Feeds gradients from autograd into buckets, and launches these."""
+
+    def __init__(
+        self, buckets: Sequence[GradientBucket], names: Sequence[str], *, overlap: bool, once_per_step: bool
+    ) -> None:
+        """Register hooks on every parameter.
+
+        Args:
+            buckets: in launch order.
+            names: of the parameters, by index in the layout.
+            overlap: launch buckets during backward.
+            once_per_step: stage 1: reduce in the last backward of a step only, which is foreseen to be the same one as in
+                the step before; the first step reduces in `settle`.
+        """
+        self.buckets = list(buckets)
+        self.names = names
+        self.overlap = overlap
+        self.once_per_step = once_per_step
+        self.synchronise = True
+        """False within no_sync."""
+        self.alone = bool(buckets) and buckets[0].comm.world == 1
+        self.on_bucket_done: Callable[[GradientBucket], None] = lambda bucket: None
+        """Called in backward when a bucket's gradients have all arrived."""
+        self.on_backward_end: Callable[[], None] = lambda: None
+        self.backwards = 0
+        """Backward passes outside no_sync since the last step."""
+        self.foreseen: int | None = None
+        self.rounds = 0
+        """Rounds since the last step."""
+        self._next = 0
+        self._travelling: deque[GradientBucket] = deque()
+        self._passes: list[int] = []
+        """Graph tasks under way, outermost first: reentrant checkpoints nest them."""
+        self._handles: list[RemovableHandle] = []
+        for bucket in self.buckets:
+            for index, param in enumerate(bucket.params):
+                self._hook(bucket, index, param)
+
+    def _hook(self, bucket: GradientBucket, index: int, param: nn.Parameter) -> None:
+        # Weak: a parameter must not keep an optimizer alive that its user has dropped.
+        this, weak_bucket = weakref.ref(self), weakref.ref(bucket)
+
+        def before(grad: Tensor) -> None:
+            rounds, gradients = this(), weak_bucket()
+            if rounds is not None and gradients is not None:
+                rounds._check(gradients, index, grad)
+                gradients.before(index)
+
+        def after(_: Tensor) -> None:
+            rounds, gradients = this(), weak_bucket()
+            if rounds is not None and gradients is not None:
+                gradients.take(index)
+                rounds._arrived(gradients)
+
+        self._handles += [param.register_hook(before), param.register_post_accumulate_grad_hook(after)]
+
+    def _check(self, bucket: GradientBucket, index: int, grad: Tensor) -> None:
+        if grad.is_sparse:
+            name = self.names[bucket.bucket.slots[index].param]
+            raise TypeError(
+                f"the gradient of {name!r} is sparse; zerokern reduces dense gradients only: build the embedding with sparse=False"
+            )
+
+    # ------------------------------------------------------------------ during backward
+
+    def enter_pass(self) -> None:
+        """Notice, from inside of a hook, which backward pass is under way, to be told of its end."""
+        task = torch._C._current_graph_task_id()
+        if task not in self._passes:
+            self._passes.append(task)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._pass_ended(task))  # type: ignore[attr-defined]
+
+    def _arrived(self, bucket: GradientBucket) -> None:
+        self.enter_pass()
+        if bucket.complete():
+            bucket.pack()
+            self.on_bucket_done(bucket)
+            if self.overlap and self._reducing():
+                while self._next < len(self.buckets) and self.buckets[self._next].complete():
+                    self._launch_next()
+
+    def _reducing(self) -> bool:
+        """Return whether the backward pass under way ends in a round."""
+        if not self.synchronise or self.alone:
+            return False
+        return not self.once_per_step or self.backwards + 1 == self.foreseen
+
+    def _pass_ended(self, task: int) -> None:
+        self._passes.remove(task)
+        if not self._passes:
+            self._end_backward()
+
+    def _end_backward(self) -> None:
+        if self._reducing():
+            self._finish_round()
+        self.backwards += self.synchronise
+        for bucket in self.buckets:
+            bucket.pack()
+            bucket.end_backward()
+        self.on_backward_end()
+
+    # ------------------------------------------------------------------ launching
+
+    def _launch_next(self) -> None:
+        if len(self._travelling) >= MAX_TRAVELLING:
+            self._travelling.popleft().finish()
+        bucket = self.buckets[self._next]
+        bucket.launch()
+        self._travelling.append(bucket)
+        self._next += 1
+
+    def _finish_round(self) -> None:
+        while self._next < len(self.buckets):
+            self._launch_next()
+        while self._travelling:
+            self._travelling.popleft().finish()
+        self._next = 0
+        self.rounds += 1
+
+    # ------------------------------------------------------------------ at the step
+
+    def settle(self) -> None:
+        """Leave every gradient reduced: of passes under no_sync, assigned by hand, late, or of no pass at all.
+
+        Every rank runs at least one round per step, so a rank whose loss touched no parameter does not leave the others
+        waiting. In a world of one nothing travels, and p.grad stays as it is.
+        """
+        self._passes.clear()
+        for bucket in self.buckets:
+            for index in range(len(bucket.params)):
+                bucket.adopt(index)
+        if self.alone:
+            for bucket in self.buckets:
+                bucket.reduce_alone()
+            return
+        if self.rounds == 0 or self._next or any(b.state is State.LOCAL for b in self.buckets):
+            self._finish_round()
+        for bucket in self.buckets:
+            bucket.forget_zeroed()
+
+    def end_step(self) -> None:
+        """Start counting passes and rounds anew."""
+        self.foreseen = self.backwards or None
+        self.backwards = self.rounds = 0
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients locally, at their full size, until a backward outside of it or the step."""
+        before, self.synchronise = self.synchronise, False
+        try:
+            yield
+        finally:
+            self.synchronise = before
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
