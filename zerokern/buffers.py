@@ -43,6 +43,9 @@ class Scratch:
         """Fill with NaN on the way out and back, to make every use of stale memory visible (tests)."""
         self.live_bytes = 0
         self.peak_bytes = 0
+        if device.type == "cpu":
+            # glibc maps a block afresh, page fault by page fault, unless a larger one was freed before; its limit is 32 MiB.
+            torch.empty(31 * 2**20, dtype=torch.uint8)
 
     def take(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor."""

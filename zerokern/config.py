@@ -5,34 +5,27 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import nn
 
-Backend = Literal["auto", "triton", "torch"]
+Backend = Literal["auto", "triton", "native", "torch"]
 
 
 def backend() -> Backend:
     """Return `ZEROKERN_BACKEND`: which implementation of the kernels runs.
 
-    "auto" (the default) takes Triton for tensors on a GPU and torch for the rest; "triton" and "torch" insist.
+    "auto" (the default) takes Triton for tensors on a GPU and native code, compiled at the first use, on the CPU; "torch" is
+    plain torch everywhere, and what "native" falls back to without a C compiler. All give the same bits.
 
     Raises:
         ValueError: the variable holds anything else.
     """
     value = os.environ.get("ZEROKERN_BACKEND", "auto")
-    if value not in ("auto", "triton", "torch"):
-        raise ValueError(f"ZEROKERN_BACKEND is {value!r}; it must be 'auto', 'triton' or 'torch': set or unset it")
+    if value not in get_args(Backend):
+        raise ValueError(f"ZEROKERN_BACKEND is {value!r}; it must be one of {', '.join(get_args(Backend))}: set or unset it")
     return value  # type: ignore[return-value]
-
-
-def compile_from() -> int:
-    """Return `ZEROKERN_COMPILE_FROM`: elements of a rank's CPU shards from which the update is compiled (default 2 Mi).
-
-    Compiling takes some 15 s once per machine, so it pays only where a step is long. A negative value turns it off.
-    """
-    return int(os.environ.get("ZEROKERN_COMPILE_FROM", 2 * 2**20))
 
 
 @dataclass(frozen=True, kw_only=True)

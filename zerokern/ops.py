@@ -1,4 +1,4 @@
-"""The kernels as functions: validated, then Triton, compiled or plain torch. The only importer of `zerokern.kernels`.
+"""The kernels as functions: validated, then Triton, native or plain torch. The only importer of `zerokern.kernels`.
 
 Every function works in place on flat tensors, runs on the current stream and never synchronises with the host. What each
 computes is written at its twin in `kernels/reference.py`.
@@ -6,7 +6,6 @@ computes is written at its twin in `kernels/reference.py`.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import config
-from .kernels import compiled, reference
+from .kernels import native, reference
 from .kernels.reference import BLOCK, HYPER, PARTIAL, TABLE, RowMap
 
 __all__ = [
@@ -113,13 +112,9 @@ def adamw_(
     table: Tensor,
     rows: RowMap,
     l2: bool = False,
-    compile: bool = False,
     backend: config.Backend | None = None,
 ) -> None:
     """Update one shard in one pass. See `reference.adamw_`.
-
-    Args:
-        compile: on the CPU, take the compiled form if there is a C++ compiler. Same bits, several times as fast.
 
     Raises:
         ValueError: sizes that do not match, tensors on several devices, a 16-bit parameter without a master.
@@ -135,8 +130,6 @@ def adamw_(
     _check_device("adamw_", param, weights, exp_avg, exp_avg_sq, grad, table, rows.block_row)
     if param.numel():
         implementation = _implementation(param, "adamw", backend)
-        if implementation is reference and compile and _has_compiler():
-            implementation = compiled
         implementation.adamw_(param, master, exp_avg, exp_avg_sq, grad, table=table, rows=rows, l2=l2)
 
 
@@ -158,7 +151,11 @@ def _implementation(tensor: Tensor, name: str, backend: config.Backend | None) -
     """Return the module whose functions will run: a Triton kernel's launcher or the reference."""
     choice = backend or config.backend()
     if choice == "auto":
-        choice = "triton" if tensor.is_cuda else "torch"
+        choice = "triton" if tensor.is_cuda else "native"
+    if choice == "native":
+        if tensor.is_cuda:
+            raise ValueError(f"{name}: backend 'native' was given a tensor on {tensor.device}; it runs on the CPU: use 'triton'")
+        return native if name in ("adamw", "reduce") and native.available() else reference
     if choice == "torch":
         return reference
     from .kernels import adamw, cast, launch, pack, reduce, scalars  # importing Triton takes a second: only where it is used
@@ -170,10 +167,6 @@ def _implementation(tensor: Tensor, name: str, backend: config.Backend | None) -
         )
     module: ModuleType = {"adamw": adamw, "cast": cast, "pack": pack, "reduce": reduce, "scalars": scalars}[name]
     return module
-
-
-def _has_compiler() -> bool:
-    return shutil.which("g++") is not None or shutil.which("clang++") is not None
 
 
 def _check_flat(name: str, *tensors: Tensor) -> None:

@@ -85,6 +85,7 @@ class GradientBucket:
         """Gradients on their way add to the one in `local`."""
         self.carry: Tensor | None = None
         """A reduced gradient that the next reduction adds to, since nobody zeroed it."""
+        self._missing = len(self.params)
         self._waiting: list[tuple[Tensor, Tensor]] = []
         self._work = Work()
         self._received: Tensor | None = None
@@ -116,13 +117,14 @@ class GradientBucket:
             if self.continues[index] and self.wire != param.dtype:
                 view.add_(grad)
             else:
-                self._waiting.append((view, grad))
-                # On the CPU a gradient is packed while it is in the cache; on a GPU one launch packs the bucket.
-                if not grad.is_cuda:
-                    self.pack()
+                if grad.is_cuda:
+                    self._waiting.append((view, grad))
+                else:
+                    view.copy_(grad)  # while it is in the cache; on a GPU one launch packs the whole bucket
             param.grad = view if self.wire == param.dtype else self._placeholder(index)
         self.filled[index] = True
         self.fired[index] += 1
+        self._missing -= self.fired[index] == self.expected[index]
 
     def pack(self) -> None:
         """Copy gradients that wait into the bucket."""
@@ -140,12 +142,13 @@ class GradientBucket:
 
     def complete(self) -> bool:
         """Return whether every parameter has brought as many gradients as it ever has."""
-        return all(fired >= expected for fired, expected in zip(self.fired, self.expected, strict=True))
+        return self._missing == 0
 
     def end_backward(self) -> None:
         """Remember how many gradients a pass brings, and start counting anew."""
         self.expected = [max(pair) for pair in zip(self.fired, self.expected, strict=True)]
         self.fired = [0] * len(self.params)
+        self._missing = len(self.params)
 
     # ------------------------------------------------------------------ over the ranks
 

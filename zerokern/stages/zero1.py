@@ -73,8 +73,6 @@ class Zero1:
         self.rounds = Rounds(
             self.gradients, self.names, overlap=buckets.overlap, once_per_step=self.gradients_resident
         )
-        shard_numel = sum(p.bucket.shard_numel for p in self.trainable)
-        self.compile = 0 <= config.compile_from() <= shard_numel
         self.versions = [p._version for p in self.params]
 
     def _make_equal(self, members: Sequence[Sequence[nn.Parameter]]) -> None:
@@ -121,7 +119,7 @@ class Zero1:
             with torch.autograd.profiler.record_function("zerokern::update"):
                 ops.adamw_(
                     parameters.own, parameters.master, parameters.exp_avg, parameters.exp_avg_sq, gradients.shard,
-                    table=self.scalars.table, rows=rows, l2=l2, compile=self.compile,
+                    table=self.scalars.table, rows=rows, l2=l2,
                 )  # fmt: skip
             works.append(self.publish(parameters))
         for work in works:
