@@ -50,9 +50,10 @@ def adamw_(
         return
     weights = param if master is None else master
     library.zerokern_adamw(
-        _address(param), DTYPES[param.dtype], _address(weights), _address(exp_avg), _address(exp_avg_sq), _address(grad),
-        _address(table), ctypes.c_int64(table.shape[1]), _address(rows.block_row), ctypes.c_int64(param.numel() // BLOCK),
-        torch.get_num_threads(),
+        _address(param), DTYPES[param.dtype], _address(weights), _address(exp_avg),
+        _address(exp_avg_sq), _address(grad),
+        _address(table), ctypes.c_int64(table.shape[1]), _address(rows.block_row),
+        ctypes.c_int64(param.numel() // BLOCK), torch.get_num_threads(),
     )  # fmt: skip
 
 
@@ -82,7 +83,7 @@ def _knows(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """Return the library, compiled if need be, or None. Ranks may compile at once: the last rename wins, all are the same."""
+    """Return the library, compiled if need be, or None. If ranks compile at once, the last rename wins."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None or os.name != "posix":
         return None
@@ -95,7 +96,9 @@ def _library() -> ctypes.CDLL | None:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
                 fresh = Path(scratch) / path.name
-                subprocess.run([compiler, *FLAGS, "-o", fresh, SOURCE, "-lm"], check=True, capture_output=True, timeout=120)
+                subprocess.run(
+                    [compiler, *FLAGS, "-o", fresh, SOURCE, "-lm"], check=True, capture_output=True, timeout=120
+                )
                 fresh.replace(path)
         return ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError):

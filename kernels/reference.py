@@ -2,7 +2,8 @@
 
 Letters: S elements of a shard (a multiple of BLOCK), W ranks, R parameters (rows of the scalar table), G param groups.
 
-Each function is the twin of the Triton kernel of the same name: the same arguments, and for element-wise results the same
+Each function is the twin of the Triton kernel of the same name: the same arguments, and for element-wise results the
+    same
 bits. The rules that make this possible: every fp32 operation is rounded on its own (no contraction into FMA), square
 roots and quotients are correctly rounded, scalars are formed in fp64 and rounded once.
 """
@@ -28,7 +29,8 @@ HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "sign", "decoupled")
 """Columns of `hyper`, fp64 [G, 7]. sign is -1 to maximize; decoupled is 1 for AdamW, 0 for L2 regularisation."""
 
 TABLE = (
-    "coef", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "step_size", "inv_sqrt_c2", "eps", "decay", "l2", "active",
+    "coef", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "step_size", "inv_sqrt_c2",
+    "eps", "decay", "l2", "active",
 )  # fmt: skip
 """Rows of the scalar table, fp32 [11, R]: what one parameter's update needs beside its elements."""
 
@@ -49,8 +51,8 @@ class RowMap(NamedTuple):
 def sqrt_rn(x: Tensor) -> Tensor:
     """Return the correctly rounded fp32 square root.
 
-    torch's vectorised fp32 square root on the CPU misses the last bit in 0.7 % of cases. The fp64 root of an fp32 number is
-    never so close to the middle of two fp32 numbers that rounding it once more could go wrong.
+    torch's vectorised fp32 square root on the CPU misses the last bit in 0.7 % of cases. The fp64 root of an fp32
+    number is never so close to the middle of two fp32 numbers that rounding it once more could go wrong.
     """
     return x.double().sqrt_().float()
 
@@ -122,10 +124,11 @@ def scalars_(
     gathered: Tensor,
     limits: Tensor,
 ) -> None:
-    """Turn norms, used bits and hyper-parameters into the scalar table; advance the step counters. Nothing leaves the device.
+    """Turn norms, used bits and hyper-parameters into the scalar table; advance the step counters. Nothing leaves
+    the device.
 
-    A parameter that no rank used keeps its counter and becomes inactive. If any gradient is not finite, all are: the step
-    is skipped on every rank, since every rank computes this from the same gathered words.
+    A parameter that no rank used keeps its counter and becomes inactive. If any gradient is not finite, all are: the
+    step is skipped on every rank, since every rank computes this from the same gathered words.
 
     Args:
         table: fp32 [11, R], rows as in TABLE. Written.
@@ -133,8 +136,8 @@ def scalars_(
         report: fp64 [3]: total norm of the gradients, clip coefficient, number of skipped steps (incremented).
         hyper: fp64 [G, 7], columns as in HYPER.
         group_of_row: int64 [R].
-        gathered: int64 [W, 1 + ceil(R / 32)], a row per rank: the bits of the fp64 sum of squares of its shards, then its
-            used bits, 32 to a word.
+        gathered: int64 [W, 1 + ceil(R / 32)], a row per rank: the bits of the fp64 sum of squares of its shards,
+            then its used bits, 32 to a word.
         limits: fp64 [2]: largest norm (infinity: no clipping), loss scale.
     """
     rows = torch.arange(steps.numel(), device=steps.device)
@@ -194,7 +197,7 @@ def adamw_(
     rows: RowMap,
     l2: bool = False,
 ) -> None:
-    """Update one shard in one pass: unscale, clip, moments, decay, master weight, and the parameter in its own precision.
+    """Update one shard in one pass: unscale, clip, moments, decay, master weight, parameter.
 
     Args:
         param: [S], this rank's slot of the gather buffer. fp32, bf16 or fp16. Written.
@@ -210,9 +213,10 @@ def adamw_(
         columns = table[:, row].unbind(0)
         for start in range(first * BLOCK, end * BLOCK, CHUNK):
             window = slice(start, min(start + CHUNK, end * BLOCK))
-            tensors = [t[window] for t in (weights, exp_avg, exp_avg_sq, grad)]
-            for tensor, updated in zip(tensors, adamw_elements(*tensors, columns, l2, sqrt_rn), strict=False):
-                tensor.copy_(updated)
+            w, m, v = weights[window], exp_avg[window], exp_avg_sq[window]
+            updated = adamw_elements(w, m, v, grad[window], columns, l2, sqrt_rn)
+            for tensor, value in zip((w, m, v), updated, strict=True):
+                tensor.copy_(value)
             if master is not None:
                 param[window].copy_(master[window])
 

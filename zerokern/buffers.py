@@ -44,7 +44,8 @@ class Scratch:
         self.live_bytes = 0
         self.peak_bytes = 0
         if device.type == "cpu":
-            # glibc maps a block afresh, page fault by page fault, unless a larger one was freed before; its limit is 32 MiB.
+            # glibc maps a block afresh, page fault by page fault, unless a larger one was freed before; its limit is
+            # 32 MiB.
             torch.empty(31 * 2**20, dtype=torch.uint8)
 
     def take(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -81,7 +82,7 @@ class Scratch:
 
 
 def dense_stride(param: Tensor) -> tuple[int, ...]:
-    """Return the strides a parameter has inside a flat buffer: its own if it is dense (channels_last, transposed), else rows."""
+    """Return a parameter's strides inside a flat buffer: its own if it is dense (channels_last), else rows."""
     return torch.empty_like(param, device="meta").stride()
 
 
@@ -93,8 +94,8 @@ def view_in(flat: Tensor, start: int, shape: Sequence[int], stride: Sequence[int
 class ParameterBucket:
     """One bucket's parameters and optimizer state on one rank.
 
-    `full` is the gather buffer: every parameter is a view of it, and `own` is this rank's slot in it. In stages 1 and 2 it
-    lives forever; in stage 3 its storage is emptied between uses and `own` is a separate tensor.
+    `full` is the gather buffer: every parameter is a view of it, and `own` is this rank's slot in it. In stages 1
+    and 2 it lives forever; in stage 3 its storage is emptied between uses and `own` is a separate tensor.
     """
 
     def __init__(self, bucket: Bucket, params: Sequence[nn.Parameter], rank: int, *, sharded: bool) -> None:
@@ -164,6 +165,7 @@ class ParameterBucket:
         for slot, param, view in zip(self.bucket.slots, self.params, self.views, strict=True):
             if param.data_ptr() != view.data_ptr() or param.dtype != view.dtype:
                 raise RuntimeError(
-                    f"parameter {name_of[slot.param]!r} no longer lives in the optimizer's flat buffer: it was moved, cast or its "
-                    ".data was replaced. Move and cast the model before the optimizer is built, or build a new optimizer"
+                    f"parameter {name_of[slot.param]!r} no longer lives in the optimizer's flat buffer: it "
+                    "was moved, cast or its .data was replaced. Move and cast the model before the optimizer is built, "
+                    "or build a new optimizer"
                 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +29,11 @@ class Plan:
 
 
 def check_options(
-    stage: int, model: nn.Module | None, process_group: ProcessGroup | None, mesh: DeviceMesh | None, max_grad_norm: float | None
+    stage: int,
+    model: nn.Module | None,
+    process_group: ProcessGroup | None,
+    mesh: DeviceMesh | None,
+    max_grad_norm: float | None,
 ) -> None:
     """Refuse options that contradict each other.
 
@@ -52,7 +55,7 @@ def check_options(
         raise ValueError(f"max_grad_norm={max_grad_norm}: it must be positive, or None for no clipping")
 
 
-def checked_groups(params: Iterable[Any], defaults: Mapping[str, Any]) -> list[Any]:
+def checked_groups(params: Iterable[Any]) -> list[Any]:
     """Return `params` as a list, after refusing duplicates and what cannot be sharded.
 
     Raises:
@@ -80,7 +83,8 @@ def checked_groups(params: Iterable[Any], defaults: Mapping[str, Any]) -> list[A
             devices.setdefault(param.device, name)
             if param.numel() and memory.setdefault(param.data_ptr(), name) != name:
                 raise ValueError(
-                    f"{name} shares memory with {memory[param.data_ptr()]}; tie them by using one Parameter object in both places"
+                    f"{name} shares memory with {memory[param.data_ptr()]}; "
+                    "tie them by using one Parameter object in both places"
                 )
     if not seen:
         raise ValueError("every parameter group is empty; pass model.parameters()")
@@ -96,7 +100,9 @@ def _listed(params: Any) -> list[Any]:
 
 def _check_param(name: str, param: Tensor) -> None:
     if hasattr(param, "placements"):
-        raise ValueError(f"{name} is a DTensor, sharded already; pass plain parameters, without FSDP2 or tensor parallelism")
+        raise ValueError(
+            f"{name} is a DTensor, sharded already; pass plain parameters, without FSDP2 or tensor parallelism"
+        )
     if param.layout != torch.strided:
         raise ValueError(f"{name} has layout {param.layout}; zerokern shards dense parameters only")
     if param.requires_grad and param.dtype not in ops.FLOATS:
@@ -113,7 +119,7 @@ def check_hyper(group: Mapping[str, Any]) -> None:
     """
     for name in ("amsgrad", "differentiable"):
         if group[name]:
-            raise ValueError(f"{name}=True is not available in zerokern {'' if name == 'amsgrad' else 'and will not be'}; leave it False")
+            raise ValueError(f"{name}=True is not available in zerokern; leave it False")
     for name in ("lr", "eps", "weight_decay"):
         value = group[name]
         if isinstance(value, Tensor):
@@ -164,7 +170,10 @@ def plan(
         for p in params
     ]  # fmt: skip
     chosen = layout.by_unit(specs, comm.world) if sharded else layout.bucketed(specs, comm.world, buckets.bytes)
-    lines = [*chosen.lines(), *(f"group of {s.name!r}: {group_of.get(id(p), -1)}" for s, p in zip(specs, params, strict=True))]
+    lines = [
+        *chosen.lines(),
+        *(f"group of {s.name!r}: {group_of.get(id(p), -1)}" for s, p in zip(specs, params, strict=True)),
+    ]
     comm.check_agreement(layout.fingerprint(lines), lines, params[0].device)
     numbers = [group_of.get(id(p), -1) for p in params]
 
@@ -178,10 +187,12 @@ def plan(
 
 
 def _in_model_order(params: Sequence[nn.Parameter], model: nn.Module) -> list[nn.Parameter]:
-    """Return the model's parameters that stage 3 shards: those of the optimizer, and frozen ones, in order of registration."""
+    """Return what stage 3 shards, in order of registration: the optimizer's parameters, and frozen ones."""
     ours = {id(p) for p in params}
     chosen = [p for p in model.parameters() if id(p) in ours or not p.requires_grad]
     missing = ours - {id(p) for p in chosen}
     if missing:
-        raise ValueError(f"{len(missing)} parameters of the optimizer are not in model; pass the module that holds all of them")
+        raise ValueError(
+            f"{len(missing)} parameters of the optimizer are not in model; pass the module that holds all of them"
+        )
     return chosen

@@ -1,8 +1,8 @@
-"""Collectives on one process group: what is sent, to whom, and a log of it. The only importer of torch.distributed's calls.
+"""Collectives on one process group: what is sent, to whom, and a log of it. Nobody else calls torch.distributed.
 
-A reduce-scatter is a direct exchange of chunks; the sum is formed by the REDUCE kernel, in rank order and fp32, so bits do
-not depend on the back end, and gloo sends half of what its own reduce-scatter (an all-reduce) would. An all-gather works in
-place: native on NCCL, the same exchange on gloo, where it is twice as fast as the native call.
+A reduce-scatter is a direct exchange of chunks; the sum is formed by the REDUCE kernel, in rank order and fp32, so
+bits do not depend on the back end, and gloo sends half of what its own reduce-scatter (an all-reduce) would. An
+all-gather works in place: native on NCCL, the same exchange on gloo, where it is twice as fast as the native call.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Comm:
         self._global = [] if group is None else dist.get_process_group_ranks(group)
 
     def exchange(self, buffer: Tensor, received: Tensor, unit: str) -> Work:
-        """Start the communication of a reduce-scatter: send chunk r of `buffer` to rank r, receive everybody's chunk of ours.
+        """Start the communication of a reduce-scatter: send chunk r of `buffer` to rank r, receive what is ours.
 
         Args:
             buffer: [W * S]. Must not be written before `wait`, except for this rank's own chunk.

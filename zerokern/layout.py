@@ -40,7 +40,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's place in its bucket: elements [start, start + numel); the next slot starts at a multiple of BLOCK."""
+    """A parameter's place in its bucket: elements [start, end); the next slot starts at a multiple of BLOCK."""
 
     param: int
     """Index in Layout.params."""
@@ -60,7 +60,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a parameter that lies in one rank's shard: shard[start : start + numel] = param.flat[offset : ...]."""
+    """The part of a parameter in one rank's shard: shard[start : start + numel] = param.flat[offset : ...]."""
 
     param: int
     start: int
@@ -70,7 +70,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A flat buffer of one dtype: gathered, reduced and updated as a whole; rank r owns the r-th of `world` equal shards."""
+    """A flat buffer of one dtype, gathered, reduced and updated as a whole. Rank r owns the r-th of equal shards."""
 
     index: int
     unit: str
@@ -149,7 +149,9 @@ class Layout:
         for index, p in enumerate(self.params):
             kind = "trainable" if p.trainable else "frozen"
             lines.append(f"parameter {index} {p.name!r}: shape {p.shape}, {p.dtype}, {kind}, unit {p.unit!r}")
-        lines += [f"bucket {b.index}: unit {b.unit!r}, {b.dtype}, slots {[s.param for s in b.slots]}" for b in self.buckets]
+        lines += [
+            f"bucket {b.index}: unit {b.unit!r}, {b.dtype}, slots {[s.param for s in b.slots]}" for b in self.buckets
+        ]
         return lines
 
 
@@ -166,8 +168,8 @@ def round_up(value: int, multiple: int) -> int:
 def bucketed(params: Sequence[ParamSpec], world: int, bucket_bytes: int) -> Layout:
     """Lay out stages 1 and 2: consecutive trainable parameters in reverse order, one dtype to a bucket.
 
-    The reverse of registration is about the order in which backward finishes gradients. A bucket is closed before it would
-    pass `bucket_bytes`. Frozen parameters have no slot.
+    The reverse of registration is about the order in which backward finishes gradients. A bucket is closed before it
+    would pass `bucket_bytes`. Frozen parameters have no slot.
     """
     closed: list[list[int]] = []
     filling: dict[str, list[int]] = {}
@@ -184,19 +186,19 @@ def bucketed(params: Sequence[ParamSpec], world: int, bucket_bytes: int) -> Layo
 
 
 def by_unit(params: Sequence[ParamSpec], world: int) -> Layout:
-    """Lay out stage 3: in each unit one bucket for each (dtype, trainable or frozen), units in reverse order of appearance.
+    """Lay out stage 3: in each unit one bucket for each (dtype, trainable or frozen), last units first.
 
     The root unit comes last, since the embedding's gradient does.
     """
     units: dict[str, dict[tuple[str, bool], list[int]]] = {}
     for index, param in enumerate(params):
         units.setdefault(param.unit, {}).setdefault((param.dtype, param.trainable), []).append(index)
-    order = sorted(reversed(units), key=lambda unit: unit == "")
+    order = [unit for unit in reversed(units) if unit] + [unit for unit in units if not unit]
     return _layout(params, [members for unit in order for members in units[unit].values()], world)
 
 
 def _layout(params: Sequence[ParamSpec], groups: Iterable[Sequence[int]], world: int) -> Layout:
-    buckets = []
+    buckets: list[Bucket] = []
     for members in groups:
         slots: list[Slot] = []
         for index in members:

@@ -1,4 +1,4 @@
-"""The one small vector of a step: sums of squares and used bits go in, the scalar table comes out. All on the device."""
+"""The one small vector of a step: sums of squares and used bits go in, the scalar table comes out."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The kernels as functions: validated, then Triton, native or plain torch. The only importer of `zerokern.kernels`.
 
-Every function works in place on flat tensors, runs on the current stream and never synchronises with the host. What each
-computes is written at its twin in `kernels/reference.py`.
+Every function works in place on flat tensors, runs on the current stream and never synchronises with the host. What
+each computes is written at its twin in `kernels/reference.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ def partials_numel(shard_numel: int) -> int:
 
 
 def pack_(
-    destinations: Sequence[Tensor], sources: Sequence[Tensor], scale: float = 1.0, *, backend: config.Backend | None = None
+    destinations: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    scale: float = 1.0,
+    *,
+    backend: config.Backend | None = None,
 ) -> None:
     """Copy many tensors into views of one bucket (or back) in one launch, cast and scaled. See `reference.pack_`.
 
@@ -66,12 +70,18 @@ def reduce_(
         TypeError: shard not fp32, partials not fp64, or chunks of two dtypes.
     """
     _check_flat("reduce_", shard, own)
-    if received.shape[1:] != own.shape or not 0 <= rank <= received.shape[0]:
-        raise ValueError(f"reduce_: received {tuple(received.shape)} is not [W - 1, {own.numel()}] for rank {rank}")
+    if received.shape[1:] != own.shape or not received.is_contiguous() or not 0 <= rank <= received.shape[0]:
+        raise ValueError(
+            f"reduce_: received {tuple(received.shape)} is not a contiguous [W - 1, {own.numel()}] for rank {rank}"
+        )
     if partials.numel() != partials_numel(shard.numel()):
-        raise ValueError(f"reduce_: {partials.numel()} partials for {shard.numel()} elements; need {partials_numel(shard.numel())}")
+        raise ValueError(
+            f"reduce_: {partials.numel()} partials for {shard.numel()} elements; need {partials_numel(shard.numel())}"
+        )
     if shard.dtype != torch.float32 or partials.dtype != torch.float64 or received.dtype != own.dtype:
-        raise TypeError(f"reduce_: shard {shard.dtype}, partials {partials.dtype}, chunks {own.dtype} and {received.dtype}")
+        raise TypeError(
+            f"reduce_: shard {shard.dtype}, partials {partials.dtype}, chunks {own.dtype} and {received.dtype}"
+        )
     _check_device("reduce_", shard, own, received, partials)
     if shard.numel():
         implementation = _implementation(shard, "reduce", backend)
@@ -95,7 +105,12 @@ def scalars_(
         ValueError: shapes that do not match, or tensors on several devices.
     """
     if table.shape != (len(TABLE), steps.numel()) or hyper.shape[1] != len(HYPER):
-        raise ValueError(f"scalars_: table {tuple(table.shape)}, hyper {tuple(hyper.shape)} for {steps.numel()} parameters")
+        raise ValueError(
+            f"scalars_: table {tuple(table.shape)}, hyper {tuple(hyper.shape)} for {steps.numel()} parameters"
+        )
+    for name, tensor in (("table", table), ("steps", steps), ("hyper", hyper), ("gathered", gathered)):
+        if not tensor.is_contiguous():
+            raise ValueError(f"scalars_: {name} has strides {tensor.stride()}; it must be contiguous")
     _check_device("scalars_", table, steps, report, hyper, group_of_row, gathered, limits)
     _implementation(table, "scalars", backend).scalars_(
         table, steps, report, hyper=hyper, group_of_row=group_of_row, gathered=gathered, limits=limits
@@ -123,9 +138,14 @@ def adamw_(
     weights = param if master is None else master
     _check_flat("adamw_", param, weights, exp_avg, exp_avg_sq, grad)
     if not weights.dtype == exp_avg.dtype == exp_avg_sq.dtype == torch.float32:
-        raise TypeError(f"adamw_: weights {weights.dtype} and moments {exp_avg.dtype}, {exp_avg_sq.dtype} must be fp32; give a master")
+        raise TypeError(
+            f"adamw_: weights {weights.dtype} and moments {exp_avg.dtype}, {exp_avg_sq.dtype} must be "
+            "fp32; give a master"
+        )
     if rows.block_row.numel() * BLOCK != param.numel():
-        raise ValueError(f"adamw_: {rows.block_row.numel()} blocks of {BLOCK} do not make {param.numel()} elements; pad the shard")
+        raise ValueError(
+            f"adamw_: {rows.block_row.numel()} blocks of {BLOCK} do not make {param.numel()} elements; pad the shard"
+        )
     _check_float("adamw_", param, grad)
     _check_device("adamw_", param, weights, exp_avg, exp_avg_sq, grad, table, rows.block_row)
     if param.numel():
@@ -154,16 +174,19 @@ def _implementation(tensor: Tensor, name: str, backend: config.Backend | None) -
         choice = "triton" if tensor.is_cuda else "native"
     if choice == "native":
         if tensor.is_cuda:
-            raise ValueError(f"{name}: backend 'native' was given a tensor on {tensor.device}; it runs on the CPU: use 'triton'")
+            raise ValueError(
+                f"{name}: backend 'native' was given a tensor on {tensor.device}; it runs on the CPU: use 'triton'"
+            )
         return native if name in ("adamw", "reduce") and native.available() else reference
     if choice == "torch":
         return reference
-    from .kernels import adamw, cast, launch, pack, reduce, scalars  # importing Triton takes a second: only where it is used
+    # Importing Triton takes a second: only where it is used.
+    from .kernels import adamw, cast, launch, pack, reduce, scalars
 
     if not tensor.is_cuda and not launch.INTERPRETED:
         raise ValueError(
-            f"{name}: backend 'triton' was given a tensor on {tensor.device}; Triton runs on GPUs: use backend 'torch', or set "
-            "TRITON_INTERPRET=1 before Python starts to run the kernels in Triton's interpreter"
+            f"{name}: backend 'triton' was given a tensor on {tensor.device}; Triton runs on GPUs: "
+            "use backend 'torch', or set TRITON_INTERPRET=1 before Python starts, for Triton's interpreter"
         )
     module: ModuleType = {"adamw": adamw, "cast": cast, "pack": pack, "reduce": reduce, "scalars": scalars}[name]
     return module

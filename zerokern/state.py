@@ -1,7 +1,8 @@
 """Optimizer state in torch's layout, and back: what `state_dict()` and `load_state_dict()` are made of.
 
-Full form, torch's own: each parameter's tensors have its shape; `step` is an fp32 scalar. A 16-bit parameter has `master` too.
-Sharded form, without communication: the tensors are this rank's flat part, and `range` says which elements these are.
+Full form, torch's own: each parameter's tensors have its shape; `step` is an fp32 scalar. A 16-bit parameter has
+`master` too. Sharded form, without communication: the tensors are this rank's flat part, and `range` says which
+elements these are.
 """
 
 from __future__ import annotations
@@ -81,19 +82,21 @@ def check_state(zero: Zero1, state: Mapping[int, Mapping[str, Any]]) -> None:
         for name in MOMENTS:
             if name not in entry:
                 raise ValueError(
-                    f"the state of {spec.name!r} has {sorted(entry)} but no {name!r}: it is of another optimizer than Adam or AdamW"
+                    f"the state of {spec.name!r} has {sorted(entry)} but no {name!r}: "
+                    "it is of another optimizer than Adam or AdamW"
                 )
         moment = entry["exp_avg"]
         if "range" in entry:
             if tuple(entry["range"]) != tuple(ours[param].get("range", ())):
                 raise ValueError(
                     f"the state of {spec.name!r} is a shard of elements {tuple(entry['range'])}, this rank holds "
-                    f"{ours[param].get('range', 'all of it')}: sharded states load at the world size, rank and layout they were saved "
-                    "with; save full_state_dict() to load anywhere"
+                    f"{ours[param].get('range', 'all of it')}: sharded states load at the world size, "
+                    "rank and layout they were saved with; save full_state_dict() to load anywhere"
                 )
         elif tuple(moment.shape) != spec.shape:
             raise ValueError(
-                f"the state of {spec.name!r} has shape {tuple(moment.shape)}, the parameter {spec.shape}: it is of another model"
+                f"the state of {spec.name!r} has shape {tuple(moment.shape)}, the parameter {spec.shape}: "
+                "it is of another model"
             )
 
 

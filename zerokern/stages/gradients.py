@@ -4,8 +4,8 @@
     TRAVELLING  `local` is being exchanged; nobody touches it
     REDUCED     `shard` holds the average over ranks; `local` is gone (stages 2, 3) or stale (stage 1)
 
-p.grad tells whether the user still wants a gradient. While it is LOCAL, p.grad is the view; once it has left, p.grad is a
-placeholder that holds no memory and reads as NaN. If either is missing, or was zeroed, somebody called zero_grad.
+p.grad tells whether the user still wants a gradient. While it is LOCAL, p.grad is the view; once it has left, p.grad
+is a placeholder that holds no memory and reads as NaN. If either is missing, or was zeroed, somebody called zero_grad.
 """
 
 from __future__ import annotations
@@ -67,9 +67,11 @@ class GradientBucket:
             self._open(torch.zeros(bucket.numel, dtype=wire, device=device))
         self.shard_in_local = resident and wire == torch.float32
         if self.shard_in_local and self.local is not None:
-            self.shard = self.local[bucket.shard(comm.rank)]
+            shard = self.local[bucket.shard(comm.rank)]
         else:
-            self.shard = torch.zeros(bucket.shard_numel, dtype=torch.float32, device=device)
+            shard = torch.zeros(bucket.shard_numel, dtype=torch.float32, device=device)
+        self.shard: Tensor = shard
+        """fp32 [S], the reduced gradient."""
         # A scalar seen with the parameter's shape; each has storage of its own, since views share a version counter.
         self.placeholders = [torch.full((), math.nan, dtype=p.dtype, device=device).expand(p.shape) for p in params]
         self.versions = [0] * len(self.params)
@@ -153,7 +155,7 @@ class GradientBucket:
     # ------------------------------------------------------------------ over the ranks
 
     def launch(self) -> None:
-        """Start the exchange. Parameters without a gradient contribute zeros, so that ranks never wait for each other."""
+        """Start the exchange. Parameters without a gradient contribute zeros, so no rank waits for another."""
         if self.state is not State.LOCAL:
             self.reopen()
         self.pack()

@@ -1,7 +1,7 @@
 """When gradients are reduced: hooks, backward passes, rounds.
 
-A round launches every bucket once, in the same order on every rank, whatever arrived where: a gradient that did not come is
-zeros. A bucket is launched early when it is complete and its predecessors are under way; the rest at the end of the round.
+A round launches every bucket once, in the same order on every rank, whatever arrived where: a gradient that did not
+come is zeros. A bucket is launched early when it is complete and its predecessors are under way; the rest at the end.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Rounds:
             buckets: in launch order.
             names: of the parameters, by index in the layout.
             overlap: launch buckets during backward.
-            once_per_step: stage 1: reduce in the last backward of a step only, which is foreseen to be the same one as in
-                the step before; the first step reduces in `settle`.
+            once_per_step: stage 1: reduce in the last backward of a step only, which is foreseen to be the same one
+                as in the step before; the first step reduces in `settle`.
         """
         self.buckets = list(buckets)
         self.names = names
@@ -82,7 +82,8 @@ class Rounds:
         if grad.is_sparse:
             name = self.names[bucket.bucket.slots[index].param]
             raise TypeError(
-                f"the gradient of {name!r} is sparse; zerokern reduces dense gradients only: build the embedding with sparse=False"
+                f"the gradient of {name!r} is sparse; zerokern reduces dense gradients only: "
+                "build the embedding with sparse=False"
             )
 
     # ------------------------------------------------------------------ during backward
@@ -92,7 +93,7 @@ class Rounds:
         task = torch._C._current_graph_task_id()
         if task not in self._passes:
             self._passes.append(task)
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._pass_ended(task))  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._pass_ended(task))
 
     def _arrived(self, bucket: GradientBucket) -> None:
         self.enter_pass()

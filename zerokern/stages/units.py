@@ -39,7 +39,7 @@ def unit_modules(model: nn.Module, is_unit: Callable[[nn.Module], bool] | None) 
 
 
 def unit_of_params(model: nn.Module, is_unit: Callable[[nn.Module], bool] | None) -> dict[int, str]:
-    """Return the unit of each parameter, by id. One that several units use, such as a tied weight, belongs to the root."""
+    """Return the unit of each parameter, by id. One that several use, such as a tied weight, is the root's."""
     owners: dict[int, set[str]] = {}
     for name, module in unit_modules(model, is_unit).items():
         if name != ROOT:
@@ -120,7 +120,7 @@ class Unit:
             self.state = State.WHOLE
 
     def release(self) -> None:
-        """Give the gathered memory back. Autograd's saved views stay valid: the same storage is filled again in backward."""
+        """Give the gathered memory back. Autograd's saved views stay valid: backward fills the same storage again."""
         if self.state is not State.SHARDED:
             self.gather()
             self._point(self._absent)

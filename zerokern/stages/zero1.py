@@ -70,9 +70,7 @@ class Zero1:
             )
             for p, part in zip(self.trainable, partials.split(counts), strict=True)
         ]  # fmt: skip
-        self.rounds = Rounds(
-            self.gradients, self.names, overlap=buckets.overlap, once_per_step=self.gradients_resident
-        )
+        self.rounds = Rounds(self.gradients, self.names, overlap=buckets.overlap, once_per_step=self.gradients_resident)
         self.versions = [p._version for p in self.params]
 
     def _make_equal(self, members: Sequence[Sequence[nn.Parameter]]) -> None:
@@ -115,7 +113,9 @@ class Zero1:
         self.scalars.form(groups, max_norm)
         l2 = any(not group["decoupled_weight_decay"] and _nonzero(group["weight_decay"]) for group in groups)
         works = []
-        for parameters, gradients, rows in reversed(list(zip(self.trainable, self.gradients, self.row_maps, strict=True))):
+        for parameters, gradients, rows in reversed(
+            list(zip(self.trainable, self.gradients, self.row_maps, strict=True))
+        ):
             with torch.autograd.profiler.record_function("zerokern::update"):
                 ops.adamw_(
                     parameters.own, parameters.master, parameters.exp_avg, parameters.exp_avg_sq, gradients.shard,

@@ -16,15 +16,16 @@ from .. import config
 from ..buffers import ParameterBucket
 from ..comm import Comm, Work
 from ..layout import Layout
-from .units import ROOT, State, Unit, unit_modules
+from .units import ROOT, Unit, unit_modules
 from .zero1 import _storage_bytes
 from .zero2 import Zero2
 
 
 class Zero3(Zero2):
-    """A unit is gathered before its forward and before its backward, and released after each; its gradients are reduced once.
+    """A unit is gathered before its forward and before its backward, and released after each.
 
-    The order of the last iteration is a hint for gathering one unit ahead, never a promise: a unit that is needed and not
+    The order of the last iteration is a hint for gathering one unit ahead, never a promise: a unit that is needed
+        and not
     there is gathered on the spot.
     """
 
@@ -81,7 +82,11 @@ class Zero3(Zero2):
         inside = {id(m) for name, unit in modules.items() if name != ROOT for m in unit.modules()}
         if ROOT in self.units:
             for module in model.modules():
-                if module is not model and id(module) not in inside and next(module.parameters(recurse=False), None) is not None:
+                if (
+                    module is not model
+                    and id(module) not in inside
+                    and next(module.parameters(recurse=False), None) is not None
+                ):
                     gather = calling(ROOT, Zero3._before_root_submodule)
                     self._handles.append(module.register_forward_pre_hook(gather, prepend=True))
         refuse = calling(ROOT, Zero3._refuse_sharded_state)
