@@ -7,7 +7,8 @@ import multiprocessing
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,65 @@ def run(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
                 if process.is_alive():
                     process.kill()
                 process.join()
+
+
+class Cases:
+    """What each rank returned for each of many cases; asking for a case that failed raises its traceback."""
+
+    def __init__(self) -> None:
+        self.values: dict[Any, list[Any]] = {}
+        self.errors: dict[Any, str] = {}
+
+    def __getitem__(self, name: Any) -> list[Any]:
+        if name in self.errors:
+            raise RankError(f"case {name!r}\n{self.errors[name]}")
+        return self.values[name]
+
+
+def run_cases(world: int, cases: Mapping[Any, Callable[[], Any]]) -> Cases:
+    """Run many cases on one group of ranks, one after the other, since starting a group costs more than most of them.
+
+    A case that fails on any rank, or kills it, ends its group; those after it get a new one.
+    """
+    done, waiting = Cases(), dict(cases)
+    while waiting:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                run(world, _run_until_failure, waiting, Path(folder))
+                death = "the case did not run"
+            except RankError as error:
+                death = str(error)
+            for index, name in enumerate(list(waiting)):
+                del waiting[name]
+                answers = [_answer(Path(folder) / f"{r}.{index}", death) for r in range(world)]
+                failures = [f"rank {r}:\n{a.text}" for r, a in enumerate(answers) if isinstance(a, _Failure)]
+                if failures:
+                    done.errors[name] = "\n".join(failures)
+                    break
+                done.values[name] = answers
+    return done
+
+
+@dataclass
+class _Failure:
+    text: str
+
+
+def _answer(path: Path, death: str) -> Any:
+    return torch.load(path, weights_only=False) if path.exists() else _Failure(death)
+
+
+def _run_until_failure(cases: Mapping[Any, Callable[[], Any]], folder: Path) -> None:
+    for index, case in enumerate(cases.values()):
+        try:
+            answer = case()
+        except BaseException:
+            answer = _Failure(traceback.format_exc())
+        path = folder / f"{dist.get_rank()}.{index}"
+        torch.save(answer, path.with_suffix(f"{path.suffix}.part"))
+        path.with_suffix(f"{path.suffix}.part").rename(path)
+        if isinstance(answer, _Failure):
+            break
 
 
 def _collect(pipes: list[Any], processes: list[Any]) -> list[Any]:

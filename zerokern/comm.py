@@ -7,6 +7,7 @@ all-gather works in place: native on NCCL, the same exchange on gloo, where it i
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,6 +19,8 @@ from torch.distributed import ProcessGroup
 
 LOG_LENGTH = 65_536
 """Records kept; older ones are dropped."""
+
+TAGS = 2**20
 
 
 class Call(NamedTuple):
@@ -43,15 +46,28 @@ class Call(NamedTuple):
 class Work:
     """A collective under way. It holds its buffers until `wait` returns: backends may still read or write them."""
 
-    def __init__(self, works: Sequence[dist.Work] = (), buffers: Sequence[Tensor] = ()) -> None:
+    def __init__(self, name: str = "", works: Sequence[dist.Work] = (), buffers: Sequence[Tensor] = ()) -> None:
+        self._name = name
         self._works = works
         self._buffers = buffers
 
     def wait(self) -> None:
-        """Wait for every part. gloo finishes parts out of order, so the last one alone would prove nothing."""
-        for work in self._works:
-            work.wait()
-        self._works, self._buffers = (), ()
+        """Wait for every part. gloo finishes parts out of order, so the last one alone would prove nothing.
+
+        Raises:
+            RuntimeError: a rank never took part, or has gone; names the collective.
+        """
+        works, self._works = self._works, ()
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{self._name} did not complete: another rank never took part in it, or has ended. Every rank must run "
+                "the same steps and, in stage 3, the same units. After this, build a new process group"
+            ) from error
+        finally:
+            self._buffers = ()
 
 
 class Comm:
@@ -87,8 +103,9 @@ class Comm:
         """
         self._record("reduce_scatter", unit, buffer, buffer.numel() // self.world * (self.world - 1))
         chunks = buffer.view(self.world, -1)
-        works = self._point_to_point([(chunks[r], row, r) for r, row in zip(self._others, received, strict=True)])
-        return Work(works, (buffer, received))
+        name = f"reduce_scatter of {unit!r}"
+        transfers = [(chunks[r], row, r) for r, row in zip(self._others, received, strict=True)]
+        return Work(name, self._point_to_point(name, transfers), (buffer, received))
 
     def all_gather(self, buffer: Tensor, unit: str) -> Work:
         """Start an all-gather in place: every rank's chunk of `buffer` is sent from where it lies.
@@ -100,12 +117,13 @@ class Comm:
         if self.world == 1:
             return Work()
         self._record("all_gather", unit, buffer, buffer.numel() // self.world * (self.world - 1))
+        name = f"all_gather of {unit!r}"
         chunks = buffer.view(self.world, -1)
         own = chunks[self.rank]
         if self.native_gather:
             gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            return Work([gather(buffer, own, group=self.group, async_op=True)], (buffer,))
-        return Work(self._point_to_point([(own, chunks[r], r) for r in self._others]), (buffer,))
+            return Work(name, [gather(buffer, own, group=self.group, async_op=True)], (buffer,))
+        return Work(name, self._point_to_point(name, [(own, chunks[r], r) for r in self._others]), (buffer,))
 
     def all_gather_words(self, words: Tensor) -> Tensor:
         """Return [W, K]: the K words of every rank, complete on the current stream."""
@@ -113,7 +131,9 @@ class Comm:
         gathered[self.rank].copy_(words)
         if self.world > 1:
             self._record("all_gather_words", "", gathered, words.numel() * (self.world - 1))
-            Work(self._point_to_point([(gathered[self.rank], gathered[r], r) for r in self._others])).wait()
+            name = "all_gather of the step's norm and used bits"
+            transfers = [(gathered[self.rank], gathered[r], r) for r in self._others]
+            Work(name, self._point_to_point(name, transfers)).wait()
         return gathered
 
     def broadcast(self, buffer: Tensor, unit: str) -> None:
@@ -136,10 +156,16 @@ class Comm:
             dist.all_gather_object(described, list(lines), group=self.group)
             raise ValueError(_first_difference(described))
 
-    def _point_to_point(self, transfers: Sequence[tuple[Tensor, Tensor, int]]) -> list[dist.Work]:
-        """Start all (send, receive, rank in group) pairs in one batch, which NCCL runs as one grouped launch."""
-        operations = [dist.P2POp(dist.isend, send, self._global[r], self.group) for send, _, r in transfers]
-        operations += [dist.P2POp(dist.irecv, receive, self._global[r], self.group) for _, receive, r in transfers]
+    def _point_to_point(self, name: str, transfers: Sequence[tuple[Tensor, Tensor, int]]) -> list[dist.Work]:
+        """Start all (send, receive, rank in group) pairs in one batch, which NCCL runs as one grouped launch.
+
+        Messages are tagged by name where tags exist: ranks that part ways then time out, and are told what they waited
+        for, instead of taking another buffer for theirs.
+        """
+        tag = 0 if self.native_gather else zlib.crc32(name.encode()) % TAGS
+        peers = [(send, receive, self._global[r]) for send, receive, r in transfers]
+        operations = [dist.P2POp(dist.isend, send, peer, self.group, tag) for send, _, peer in peers]
+        operations += [dist.P2POp(dist.irecv, receive, peer, self.group, tag) for _, receive, peer in peers]
         return dist.batch_isend_irecv(operations) if operations else []
 
     def _record(self, op: str, unit: str, buffer: Tensor, sent: int) -> None:

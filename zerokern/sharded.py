@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -21,7 +22,7 @@ from .config import Buckets, Precision
 from .stages.zero1 import Zero1
 
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""The living optimizer of each parameter, so that a newer one can take over."""
+"""A weak reference to the optimizer of each parameter, so that a newer one can take over."""
 
 
 class ShardedOptimizer(Optimizer):
@@ -50,12 +51,13 @@ class ShardedOptimizer(Optimizer):
         self.max_grad_norm = max_grad_norm
         comm = Comm(mesh.get_group() if mesh is not None else process_group)
         plan = build.plan(self.param_groups, stage, model, comm, precision or Precision(), buckets or Buckets())
-        for owner in {id(o): o for o in (_owners.get(p) for p in plan.params) if o is not None}.values():
+        owners = [known() for known in map(_owners.get, plan.params) if known is not None]
+        for owner in {id(owner): owner for owner in owners if owner is not None}.values():
             owner._let_go()
         self._zero: Zero1 | None = plan.coordinator()
         self._index_of = WeakTensorKeyDictionary({p: i for i, p in enumerate(plan.params)})
         for param in plan.params:
-            _owners[param] = self
+            _owners[param] = weakref.ref(self)
         self._sealed = True
         self._clip_once: float | Tensor | None = None
         self._consolidated: dict[int, dict[str, Any]] | None = None
@@ -127,8 +129,7 @@ class ShardedOptimizer(Optimizer):
                 "consolidate_state_dict() on all ranks first",
                 stacklevel=2,
             )
-        for entry in packed["state"].values():
-            entry["step"] = entry["step"].float()
+        packed["state"] = {key: {**entry, "step": entry["step"].float()} for key, entry in packed["state"].items()}
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -200,7 +201,8 @@ class ShardedOptimizer(Optimizer):
     def full_params(self) -> Iterator[None]:
         """Make every parameter whole, to read, save or edit the model. All ranks must enter it.
 
-        Edits must be the same on all ranks; they are kept, and master weights follow, unless the body raises.
+        Edits must be the same on all ranks; they are kept, and master weights follow. If the body raises, stage 3 drops
+        them; in stages 1 and 2 the model was edited in place.
         """
         with torch.no_grad(), self._coordinator().full_params():
             yield

@@ -85,19 +85,19 @@ def check_state(zero: Zero1, state: Mapping[int, Mapping[str, Any]]) -> None:
                     f"the state of {spec.name!r} has {sorted(entry)} but no {name!r}: "
                     "it is of another optimizer than Adam or AdamW"
                 )
-        moment = entry["exp_avg"]
-        if "range" in entry:
-            if tuple(entry["range"]) != tuple(ours[param].get("range", ())):
-                raise ValueError(
-                    f"the state of {spec.name!r} is a shard of elements {tuple(entry['range'])}, this rank holds "
-                    f"{ours[param].get('range', 'all of it')}: sharded states load at the world size, "
-                    "rank and layout they were saved with; save full_state_dict() to load anywhere"
-                )
-        elif tuple(moment.shape) != spec.shape:
+        if "range" in entry and tuple(entry["range"]) != tuple(ours[param].get("range", ())):
             raise ValueError(
-                f"the state of {spec.name!r} has shape {tuple(moment.shape)}, the parameter {spec.shape}: "
-                "it is of another model"
+                f"the state of {spec.name!r} is a shard of elements {tuple(entry['range'])}, this rank holds "
+                f"{ours[param].get('range', 'all of it')}: sharded states load at the world size, "
+                "rank and layout they were saved with; save full_state_dict() to load anywhere"
             )
+        for name in MOMENTS + ("master",) * ("master" in entry):
+            shape = tuple(entry[name].shape)
+            needed = (entry["range"][1] - entry["range"][0],) if "range" in entry else spec.shape
+            if shape != needed:
+                raise ValueError(
+                    f"{name!r} of {spec.name!r} has shape {shape}; it must be {needed}: the state is of another model"
+                )
 
 
 def load_state(zero: Zero1, state: Mapping[int, Mapping[str, Any]]) -> None:
@@ -107,10 +107,7 @@ def load_state(zero: Zero1, state: Mapping[int, Mapping[str, Any]]) -> None:
     """
     for parameters in zero.trainable:
         shards = parameters.state_pieces()
-        for shard in shards.values():
-            shard.zero_()
-        if parameters.master is not None:
-            parameters.master.copy_(parameters.own)
+        loaded: list[tuple[Tensor, Tensor]] = []
         pieces = {piece.param: piece for piece in parameters.bucket.pieces(zero.comm.rank)}
         for slot, stride in zip(parameters.bucket.slots, parameters.strides, strict=True):
             entry = state.get(slot.param, {})
@@ -122,7 +119,14 @@ def load_state(zero: Zero1, state: Mapping[int, Mapping[str, Any]]) -> None:
                 value = entry[name]
                 if "range" not in entry:
                     value = _in_memory_order(value, stride)[piece.offset : piece.offset + piece.numel]
-                shards[name][piece.start : piece.start + piece.numel].copy_(value.reshape(-1))
+                # A copy: the state may be made of views of these very shards.
+                loaded.append((shards[name][piece.start : piece.start + piece.numel], value.reshape(-1).clone()))
+        for shard in shards.values():
+            shard.zero_()
+        if parameters.master is not None:
+            parameters.master.copy_(parameters.own)
+        for part, value in loaded:
+            part.copy_(value)
 
 
 def _in_memory_order(value: Tensor, stride: Sequence[int]) -> Tensor:

@@ -108,10 +108,13 @@ class Report:
         below = [0.0] * len(names)
         for role, colour in zip(ROLES[:-1], ROLE_COLOURS, strict=True):
             heights = [getattr(run.state, role) / MIB for run in self.runs]
+            if not any(heights):
+                continue
             memory.bar(names, heights, bottom=below, color=colour, width=0.6, label=role)
             below = [low + height for low, height in zip(below, heights, strict=True)]
         theory = [run.state_theory.total / MIB for run in self.runs]
-        memory.plot(names, theory, linestyle="", marker="_", markersize=52, color="black", label="theory")
+        left, right = ([index + side for index in range(len(names))] for side in (-0.34, 0.34))
+        memory.hlines(theory, left, right, color="black", label="theory")
         memory.set(ylabel="MiB per rank", title="Model state", ylim=(0, 1.35 * max(below)))
         memory.legend(frameon=False, ncols=3, loc="upper center")
         for axes in (losses, memory):

@@ -75,6 +75,7 @@ class GradientBucket:
         # A scalar seen with the parameter's shape; each has storage of its own, since views share a version counter.
         self.placeholders = [torch.full((), math.nan, dtype=p.dtype, device=device).expand(p.shape) for p in params]
         self.versions = [0] * len(self.params)
+        """Version counters of what we left in p.grad: another number means that somebody wrote to it."""
         self.filled = [False] * len(self.params)
         """Slots of `local` that hold a gradient."""
         self.used = [False] * len(self.params)
@@ -98,11 +99,10 @@ class GradientBucket:
         """Prepare for autograd's accumulation into p.grad of parameter `index`."""
         if self.state is not State.LOCAL:
             self.reopen()
-        wanted = self._wanted(index)
-        if not wanted:
-            self._discard(index)
-        self.continues[index] = wanted and self.filled[index]
-        if wanted and self.params[index].grad is self.placeholders[index]:
+        self._notice_writes(index)
+        grad = self.params[index].grad
+        self.continues[index] = grad is not None and self.filled[index]
+        if grad is self.placeholders[index]:
             self.params[index].grad = None  # autograd would add in place to a tensor that has no memory
 
     def take(self, index: int) -> None:
@@ -118,12 +118,11 @@ class GradientBucket:
         if grad is not view:
             if self.continues[index] and self.wire != param.dtype:
                 view.add_(grad)
+            elif grad.is_cuda:
+                self._waiting.append((view, grad))
             else:
-                if grad.is_cuda:
-                    self._waiting.append((view, grad))
-                else:
-                    view.copy_(grad)  # while it is in the cache; on a GPU one launch packs the whole bucket
-            param.grad = view if self.wire == param.dtype else self._placeholder(index)
+                view.copy_(grad)  # while it is in the cache; on a GPU one launch packs the whole bucket
+        self._leave(index, view if self.wire == param.dtype else self.placeholders[index])
         self.filled[index] = True
         self.fired[index] += 1
         self._missing -= self.fired[index] == self.expected[index]
@@ -134,6 +133,7 @@ class GradientBucket:
             destinations, sources = zip(*self._waiting, strict=True)
             ops.pack_(destinations, sources)
             self._waiting.clear()
+            self.versions = [0 if p.grad is None else p.grad._version for p in self.params]
 
     def adopt(self, index: int) -> None:
         """Take a gradient that was assigned to p.grad by hand, or was there before the optimizer."""
@@ -162,12 +162,10 @@ class GradientBucket:
         if self.local is None:
             self._open(self.scratch.take(self.bucket.numel, self.wire))
             self._zero_padding()
-        self._drop_unwanted()
+        self._clear_unfilled()
         for index, filled in enumerate(self.filled):
-            if not filled:
-                self.views[index].zero_()
-            else:
-                self.params[index].grad = self._placeholder(index)
+            if filled:
+                self._leave(index, self.placeholders[index])
         assert self.local is not None
         self._received = self.scratch.take((self.comm.world - 1, self.bucket.shard_numel), self.wire)
         self._work = self.comm.exchange(self.local, self._received, self._name())
@@ -191,13 +189,10 @@ class GradientBucket:
     def reduce_alone(self) -> None:
         """World of one: the local gradient is the reduced one, and stays where the user sees it."""
         self.pack()
-        self._drop_unwanted()
+        self._clear_unfilled()
         if self.local is None or not any(self.filled):
             self.partials.zero_()
         else:
-            for index, filled in enumerate(self.filled):
-                if not filled:
-                    self.views[index].zero_()
             self._reduce(self.local.new_empty(0, self.bucket.shard_numel))
         self.used = list(self.filled)
 
@@ -213,11 +208,16 @@ class GradientBucket:
 
         As in torch, a zeroed gradient is a gradient of zero, and None is none: the parameter is left alone.
         """
-        kept = [used and self._wanted(index) for index, used in enumerate(self.used)]
+        kept = [
+            used and param.grad is placeholder and placeholder._version == version
+            for used, param, placeholder, version in zip(
+                self.used, self.params, self.placeholders, self.versions, strict=True
+            )
+        ]
         dropped = [index for index, used in enumerate(self.used) if used and not kept[index]]
         for index in dropped:
             self.used[index] = self.params[index].grad is self.placeholders[index]
-            self._placeholder(index)
+            self.versions[index] = self.placeholders[index]._version
         if dropped and not (reopening and not any(kept)):
             self._zero_segments(self.shard, dropped)
             empty = self.shard.new_empty(0, self.shard.numel())
@@ -243,8 +243,9 @@ class GradientBucket:
 
     def _open(self, local: Tensor) -> None:
         self.local = local
+        # .data: each view has a version counter of its own.
         self.views = [
-            view_in(local, slot.start, param.shape, stride)
+            view_in(local, slot.start, param.shape, stride).data
             for slot, param, stride in zip(self.bucket.slots, self.params, self.strides, strict=True)
         ]
 
@@ -260,17 +261,30 @@ class GradientBucket:
             if slot.end < end:
                 self.local[slot.end : end].zero_()
 
-    def _drop_unwanted(self) -> None:
-        for index in range(len(self.params)):
-            if not self._wanted(index):
+    def _clear_unfilled(self) -> None:
+        """Zero the slots of parameters without a gradient, and of those that were set to None since."""
+        for index, param in enumerate(self.params):
+            self._notice_writes(index)
+            if param.grad is None or not self._is_ours(index, param.grad):
                 self.filled[index] = False
-                self._discard(index)
+            if not self.filled[index] and self.views:
+                self.views[index].zero_()
 
-    def _discard(self, index: int) -> None:
-        """Forget what was reduced earlier of a parameter whose gradient was zeroed in the meantime."""
+    def _notice_writes(self, index: int) -> None:
+        """LOCAL: follow what was done to p.grad since we left something there."""
+        grad = self.params[index].grad
+        if grad is not None and self._is_ours(index, grad) and grad._version == self.versions[index]:
+            return
         if self.used[index] and self.carry is not None:
             self._zero_segments(self.carry, [index])
         self.used[index] = False
+        if grad is self.placeholders[index] and self.filled[index]:
+            self.views[index].zero_()  # zeroed in place: a gradient of zero
+            self.versions[index] = grad._version
+
+    def _leave(self, index: int, grad: Tensor) -> None:
+        self.params[index].grad = grad
+        self.versions[index] = grad._version
 
     def _zero_segments(self, shard: Tensor, indices: Sequence[int]) -> None:
         params = {self.bucket.slots[index].param for index in indices}
@@ -278,17 +292,5 @@ class GradientBucket:
             if piece.param in params:
                 shard[piece.start : piece.start + piece.numel].zero_()
 
-    def _wanted(self, index: int) -> bool:
-        """Return whether p.grad is what we left there, and unzeroed."""
-        grad = self.params[index].grad
-        if grad is self.placeholders[index]:
-            return grad._version == self.versions[index]
-        return grad is not None and bool(self.views) and grad is self.views[index]
-
     def _is_ours(self, index: int, grad: Tensor) -> bool:
         return grad is self.placeholders[index] or (bool(self.views) and grad is self.views[index])
-
-    def _placeholder(self, index: int) -> Tensor:
-        placeholder = self.placeholders[index]
-        self.versions[index] = placeholder._version
-        return placeholder

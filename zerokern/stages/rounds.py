@@ -21,6 +21,18 @@ MAX_TRAVELLING = 2
 """Buckets under way at a time; each holds a buffer of chunks."""
 
 
+class _Pass:
+    """The callback of one graph task. Only the engine holds it, so it dies with a pass that an exception ended."""
+
+    def __init__(self, rounds: Rounds, task: int) -> None:
+        self.rounds, self.task = weakref.ref(rounds), task
+
+    def __call__(self) -> None:
+        rounds = self.rounds()
+        if rounds is not None:
+            rounds.pass_ended(self.task)
+
+
 class Rounds:
     """Feeds gradients from autograd into buckets, and launches these."""
 
@@ -43,6 +55,8 @@ class Rounds:
         self.synchronise = True
         """False within no_sync."""
         self.alone = bool(buckets) and buckets[0].comm.world == 1
+        self.ready: Callable[[GradientBucket], bool] = GradientBucket.complete
+        """Whether a bucket may be launched. In stage 3, where gathers go between, all ranks must agree on it."""
         self.on_bucket_done: Callable[[GradientBucket], None] = lambda bucket: None
         """Called in backward when a bucket's gradients have all arrived."""
         self.on_backward_end: Callable[[], None] = lambda: None
@@ -53,8 +67,8 @@ class Rounds:
         """Rounds since the last step."""
         self._next = 0
         self._travelling: deque[GradientBucket] = deque()
-        self._passes: list[int] = []
-        """Graph tasks under way, outermost first: reentrant checkpoints nest them."""
+        self._passes: list[weakref.ref[_Pass]] = []
+        """Backward passes under way, outermost first: reentrant checkpoints nest them."""
         self._handles: list[RemovableHandle] = []
         for bucket in self.buckets:
             for index, param in enumerate(bucket.params):
@@ -67,7 +81,7 @@ class Rounds:
         def before(grad: Tensor) -> None:
             rounds, gradients = this(), weak_bucket()
             if rounds is not None and gradients is not None:
-                rounds._check(gradients, index, grad)
+                rounds._refuse_sparse(gradients, index, grad)
                 gradients.before(index)
 
         def after(_: Tensor) -> None:
@@ -78,8 +92,8 @@ class Rounds:
 
         self._handles += [param.register_hook(before), param.register_post_accumulate_grad_hook(after)]
 
-    def _check(self, bucket: GradientBucket, index: int, grad: Tensor) -> None:
-        if grad.is_sparse:
+    def _refuse_sparse(self, bucket: GradientBucket, index: int, grad: Tensor | None) -> None:
+        if grad is not None and grad.layout != torch.strided:
             name = self.names[bucket.bucket.slots[index].param]
             raise TypeError(
                 f"the gradient of {name!r} is sparse; zerokern reduces dense gradients only: "
@@ -90,19 +104,27 @@ class Rounds:
 
     def enter_pass(self) -> None:
         """Notice, from inside of a hook, which backward pass is under way, to be told of its end."""
+        passes = [alive() for alive in self._passes]
+        if None in passes:
+            self.abort()
         task = torch._C._current_graph_task_id()
-        if task not in self._passes:
-            self._passes.append(task)
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._pass_ended(task))
+        if all(known is None or known.task != task for known in passes):
+            new = _Pass(self, task)
+            self._passes.append(weakref.ref(new))
+            torch.autograd.Variable._execution_engine.queue_callback(new)
 
     def _arrived(self, bucket: GradientBucket) -> None:
         self.enter_pass()
         if bucket.complete():
             bucket.pack()
             self.on_bucket_done(bucket)
-            if self.overlap and self._reducing():
-                while self._next < len(self.buckets) and self.buckets[self._next].complete():
-                    self._launch_next()
+            self.launch_ready()
+
+    def launch_ready(self) -> None:
+        """Launch the buckets that are ready, as far as their order allows."""
+        if self.overlap and self._reducing():
+            while self._next < len(self.buckets) and self.ready(self.buckets[self._next]):
+                self._launch_next()
 
     def _reducing(self) -> bool:
         """Return whether the backward pass under way ends in a round."""
@@ -110,8 +132,19 @@ class Rounds:
             return False
         return not self.once_per_step or self.backwards + 1 == self.foreseen
 
-    def _pass_ended(self, task: int) -> None:
-        self._passes.remove(task)
+    def abort(self) -> None:
+        """Forget a pass that ended in an exception: its gradients stay as far as they came, as in torch."""
+        self._passes.clear()
+        while self._travelling:
+            self._travelling.popleft().finish()
+        self._next = 0
+        for bucket in self.buckets:
+            bucket.end_backward()
+        self.on_backward_end()
+
+    def pass_ended(self, task: int) -> None:
+        """Called by the engine at the end of a graph task."""
+        self._passes = [alive for alive in self._passes if (known := alive()) is not None and known.task != task]
         if not self._passes:
             self._end_backward()
 
@@ -150,7 +183,11 @@ class Rounds:
         Every rank runs at least one round per step, so a rank whose loss touched no parameter does not leave the others
         waiting. In a world of one nothing travels, and p.grad stays as it is.
         """
-        self._passes.clear()
+        if self._passes:
+            self.abort()
+        for bucket in self.buckets:
+            for index, param in enumerate(bucket.params):
+                self._refuse_sparse(bucket, index, param.grad)
         for bucket in self.buckets:
             for index in range(len(bucket.params)):
                 bucket.adopt(index)

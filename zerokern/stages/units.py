@@ -94,6 +94,10 @@ class Unit:
         self.state = State.SHARDED
         self.inputs_pending = 0
         """Inputs of the module whose gradients backward has still to form."""
+        self.calls_pending = 0
+        """Calls of the module that backward has still to come to."""
+        self.left_behind = False
+        """Backward has come to all of its calls, and then to another unit: no more gradients will come."""
         self._works: list[Work] = []
         self._absent = [[_absent(p) for p in bucket.params] for bucket in self.parameters]
         for bucket in self.parameters:
@@ -134,6 +138,11 @@ class Unit:
             bucket.own.copy_(bucket.full[bucket.bucket.shard(bucket.rank)])
             if bucket.bucket.trainable:
                 bucket.refresh_master()
+
+    def end_backward(self) -> None:
+        """Forget the pass."""
+        self.inputs_pending = self.calls_pending = 0
+        self.left_behind = False
 
     def backward_done(self) -> bool:
         """Return whether no node of the unit's graph is left: all its parameters and inputs have their gradients."""

@@ -146,10 +146,12 @@ class Zero1:
 
     @contextmanager
     def full_params(self) -> Iterator[None]:
-        """Make every parameter whole. Edits made inside, the same on all ranks, are kept, unless the body raises."""
-        yield
-        for parameters in self.trainable:
-            parameters.refresh_master()
+        """Make every parameter whole. Edits made inside, the same on all ranks, are kept."""
+        try:
+            yield
+        finally:
+            for parameters in self.trainable:
+                parameters.refresh_master()
 
     def memory(self) -> Memory:
         """Return the bytes this rank holds, by role, counted from the tensors themselves."""

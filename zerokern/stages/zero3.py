@@ -53,8 +53,11 @@ class Zero3(Zero2):
                 self.units[name] = Unit(name, mine, theirs, comm, self.scratch)
         self.whole = False
         """Within full_params: nothing is released."""
+        self._entered: Unit | None = None
+        """The unit whose backward is under way."""
         self._order: list[str] = []
         self._last_order: list[str] = []
+        self.rounds.ready = lambda bucket: self.units[bucket.bucket.unit].left_behind
         self.rounds.on_bucket_done = lambda bucket: self._release_if_done(self.units[bucket.bucket.unit])
         self.rounds.on_backward_end = self._end_backward
         self._handles: list[RemovableHandle] = []
@@ -112,11 +115,16 @@ class Zero3(Zero2):
                     tensor.register_hook(_Hook(self, Zero3._input_done, name))
 
     def _after_forward(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        for tensor in tree_flatten(output)[0]:
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(_Hook(self, Zero3._before_backward, name))
+        in_backward = torch._C._current_graph_task_id() != -1
+        outputs = [t for t in tree_flatten(output)[0] if isinstance(t, Tensor) and t.requires_grad]
+        unit = self.units.get(name)
+        if outputs and unit is not None and not (in_backward and unit is self._entered):
+            unit.calls_pending += 1
+        come = _Hook(self, Zero3._before_backward, name)
+        for tensor in outputs:
+            tensor.register_hook(come)
         # A forward inside backward is a checkpoint's recomputation: its own backward follows at once.
-        if torch._C._current_graph_task_id() == -1:
+        if not in_backward:
             if name == ROOT:
                 self._end_forward()
             elif not self.whole:
@@ -125,15 +133,23 @@ class Zero3(Zero2):
     def _before_root_submodule(self, name: str, module: nn.Module, args: Any) -> None:
         self.units[ROOT].gather()
 
-    def _before_backward(self, name: str) -> None:
+    def _before_backward(self, name: str, first: bool) -> None:
         self.comm.phase = "backward"
         self.rounds.enter_pass()
-        if name in self.units:
-            self.units[name].gather()
+        unit = self.units.get(name)
+        if unit is not None:
+            unit.gather()
+            unit.calls_pending -= first
+            # All ranks come to the units in one order, while which gradients arrive may differ. So this is where
+            # reductions are launched, lest they cross with gathers.
+            if self._entered is not None and self._entered is not unit and self._entered.name != ROOT:
+                self._entered.left_behind = self._entered.calls_pending <= 0
+            self._entered = unit
+            self.rounds.launch_ready()
         if self.overlap:
             self._prefetch(_following(self._last_order[::-1], name) if name != ROOT else self._last_order[-1:])
 
-    def _input_done(self, name: str) -> None:
+    def _input_done(self, name: str, first: bool) -> None:
         self.units[name].inputs_pending -= 1
         self._release_if_done(self.units[name])
 
@@ -161,8 +177,9 @@ class Zero3(Zero2):
                 unit.release()
 
     def _end_backward(self) -> None:
+        self._entered = None
         for unit in self.units.values():
-            unit.inputs_pending = 0
+            unit.end_backward()
             if not self.whole:
                 unit.release()
 
@@ -215,15 +232,17 @@ class Zero3(Zero2):
 
 
 class _Hook:
-    """A gradient hook that does not keep the coordinator alive."""
+    """A gradient hook, shared by the outputs of one call, that does not keep the coordinator alive."""
 
-    def __init__(self, zero: Zero3, method: Callable[[Zero3, str], None], name: str) -> None:
+    def __init__(self, zero: Zero3, method: Callable[[Zero3, str, bool], None], name: str) -> None:
         self.zero, self.method, self.name = weakref.ref(zero), method, name
+        self.first = True
 
     def __call__(self, grad: Tensor) -> None:
         zero = self.zero()
         if zero is not None:
-            self.method(zero, self.name)
+            first, self.first = self.first, False
+            self.method(zero, self.name, first)
 
 
 def _following(order: Sequence[str], name: str) -> Sequence[str]:
