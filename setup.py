@@ -1,0 +1,8 @@
+"""The folder kernels/ installs as zerokern.kernels; everything else is in pyproject.toml."""
+
+from setuptools import setup
+
+setup(
+    packages=["zerokern", "zerokern.kernels", "zerokern.stages", "zerokern.examples"],
+    package_dir={"zerokern.kernels": "kernels"},
+)
