@@ -66,28 +66,37 @@ void zerokern_adamw(void *param, int param_dtype, float *w, float *m, float *v, 
     }
 }
 
-static inline void add_chunk(float *restrict total, const void *chunk, int64_t at, int count, int dtype, int first) {
-    if (dtype == FP32) {
-        const float *in = (const float *)chunk + at;
-        if (first) memcpy(total, in, count * sizeof(float));
-        else
-            for (int i = 0; i < count; i++) total[i] += in[i];
-    } else if (dtype == BF16) {
-        const uint16_t *in = (const uint16_t *)chunk + at;
-        if (first)
-            for (int i = 0; i < count; i++) total[i] = from_bf16(in[i]);
-        else
-            for (int i = 0; i < count; i++) total[i] += from_bf16(in[i]);
-    }
+static inline void load_block(float *restrict out, const void *chunk, int64_t at, int dtype) {
+    if (dtype == FP32) memcpy(out, (const float *)chunk + at, BLOCK * sizeof(float));
+    if (dtype == BF16)
+        for (int i = 0; i < BLOCK; i++) out[i] = from_bf16(((const uint16_t *)chunk)[at + i]);
 #ifdef __FLT16_MANT_DIG__
-    else {
-        const _Float16 *in = (const _Float16 *)chunk + at;
-        if (first)
-            for (int i = 0; i < count; i++) total[i] = (float)in[i];
-        else
-            for (int i = 0; i < count; i++) total[i] += (float)in[i];
-    }
+    if (dtype == FP16)
+        for (int i = 0; i < BLOCK; i++) out[i] = (float)((const _Float16 *)chunk)[at + i];
 #endif
+}
+
+/* Squares are added in LANES interleaved sums, and these in pairs. */
+static inline double reduce_part(float *shard, const void **chunks, int ranks, int dtype, int64_t start, int64_t end,
+                                 float scale, int accumulate) {
+    double squares[LANES] = {0};
+    for (int64_t at = start; at < end; at += BLOCK) {
+        float total[BLOCK], term[BLOCK];
+        load_block(total, chunks[0], at, dtype);
+        for (int r = 1; r < ranks; r++) {
+            load_block(term, chunks[r], at, dtype);
+            for (int i = 0; i < BLOCK; i++) total[i] += term[i];
+        }
+        for (int i = 0; i < BLOCK; i++) total[i] *= scale;
+        if (accumulate)
+            for (int i = 0; i < BLOCK; i++) total[i] = shard[at + i] + total[i];
+        memcpy(shard + at, total, sizeof total);
+        for (int i = 0; i < BLOCK; i += LANES)
+            for (int k = 0; k < LANES; k++) squares[k] += (double)total[i + k] * (double)total[i + k];
+    }
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int k = 0; k < width; k++) squares[k] += squares[k + width];
+    return squares[0];
 }
 
 /* chunks: `ranks` pointers in rank order; one of them may be the shard. count is a multiple of BLOCK. */
@@ -96,20 +105,11 @@ void zerokern_reduce(float *shard, const void **chunks, int ranks, int dtype, do
     (void)threads;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t part = 0; part < (count + PARTIAL - 1) / PARTIAL; part++) {
-        int64_t at = part * PARTIAL;
-        int n = (int)(count - at < PARTIAL ? count - at : PARTIAL);
-        float total[PARTIAL];
-        double squares[LANES] = {0};
-        for (int r = 0; r < ranks; r++) add_chunk(total, chunks[r], at, n, dtype, r == 0);
-        for (int i = 0; i < n; i++) total[i] *= scale;
-        if (accumulate)
-            for (int i = 0; i < n; i++) total[i] = shard[at + i] + total[i];
-        memcpy(shard + at, total, n * sizeof(float));
-        for (int i = 0; i < n; i += LANES)
-            for (int k = 0; k < LANES; k++) squares[k] += (double)total[i + k] * (double)total[i + k];
-        for (int width = LANES / 2; width > 0; width /= 2)
-            for (int k = 0; k < width; k++) squares[k] += squares[k + width];
-        partials[part] = squares[0];
+        int64_t start = part * PARTIAL, end = start + PARTIAL < count ? start + PARTIAL : count;
+        if (dtype == FP32)
+            partials[part] = reduce_part(shard, chunks, ranks, FP32, start, end, scale, accumulate);
+        else
+            partials[part] = reduce_part(shard, chunks, ranks, dtype, start, end, scale, accumulate);
     }
 }
 
