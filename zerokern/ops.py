@@ -70,9 +70,9 @@ def reduce_(
         TypeError: shard not fp32, partials not fp64, or chunks of two dtypes.
     """
     _check_flat("reduce_", shard, own)
-    if received.shape[1:] != own.shape or not received.is_contiguous() or not 0 <= rank <= received.shape[0]:
+    if received.shape[1:] != own.shape or received.stride(1) != 1 or not 0 <= rank <= received.shape[0]:
         raise ValueError(
-            f"reduce_: received {tuple(received.shape)} is not a contiguous [W - 1, {own.numel()}] for rank {rank}"
+            f"reduce_: received {tuple(received.shape)} is not [W - 1, {own.numel()}] in contiguous rows (rank {rank})"
         )
     if partials.numel() != partials_numel(shard.numel()):
         raise ValueError(
