@@ -63,9 +63,7 @@ def _cells(peer: str, rows: Sequence[Row], baseline: dict[int, Row]) -> list[str
     pairs = [(row, baseline[row["round"]]) for row in rows if row["round"] in baseline]
     step = [row["step_ms"] / base["step_ms"] for row, base in pairs]
     cpu = [row["cpu_ms"] / base["cpu_ms"] for row, base in pairs]
-    differences = [
-        max(abs(x - y) for x, y in zip(row["losses"], base["losses"], strict=True)) for row, base in pairs
-    ]
+    differences = [max(abs(x - y) for x, y in zip(row["losses"], base["losses"], strict=True)) for row, base in pairs]
     distances = [row["distance"] for row in rows if "distance" in row]
     return [
         peer,

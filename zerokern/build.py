@@ -145,6 +145,7 @@ def plan(
     Raises:
         ValueError: on all ranks, if their layouts differ.
     """
+    ops.check_backend(next(param for group in groups for param in group["params"]))
     names: dict[int, str] = {}
     group_of: dict[int, int] = {}
     params: list[nn.Parameter] = []

@@ -17,10 +17,20 @@ from .kernels import native, reference
 from .kernels.reference import BLOCK, HYPER, PARTIAL, TABLE, RowMap
 
 __all__ = [
-    "BLOCK", "HYPER", "PARTIAL", "TABLE", "RowMap", "adamw_", "cast_", "pack_", "partials_numel", "reduce_", "scalars_",
+    "BLOCK", "HYPER", "PARTIAL", "TABLE", "RowMap",
+    "adamw_", "cast_", "check_backend", "pack_", "partials_numel", "reduce_", "scalars_",
 ]  # fmt: skip
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_backend(tensor: Tensor) -> None:
+    """Refuse a back end that cannot run on this tensor's device, before anything depends on it.
+
+    Raises:
+        ValueError: "triton" on a CPU outside of the interpreter, "native" on a GPU, or an unknown name.
+    """
+    _implementation(tensor, "ZEROKERN_BACKEND", None)
 
 
 def partials_numel(shard_numel: int) -> int:
@@ -188,8 +198,10 @@ def _implementation(tensor: Tensor, name: str, backend: config.Backend | None) -
             f"{name}: backend 'triton' was given a tensor on {tensor.device}; Triton runs on GPUs: "
             "use backend 'torch', or set TRITON_INTERPRET=1 before Python starts, for Triton's interpreter"
         )
-    module: ModuleType = {"adamw": adamw, "cast": cast, "pack": pack, "reduce": reduce, "scalars": scalars}[name]
-    return module
+    modules: dict[str, ModuleType] = {
+        "adamw": adamw, "cast": cast, "pack": pack, "reduce": reduce, "scalars": scalars,
+    }  # fmt: skip
+    return modules.get(name, launch)
 
 
 def _check_flat(name: str, *tensors: Tensor) -> None:

@@ -99,6 +99,8 @@ class GradientBucket:
         """Prepare for autograd's accumulation into p.grad of parameter `index`."""
         if self.state is not State.LOCAL:
             self.reopen()
+        if self.filled[index]:
+            self.pack()  # what autograd adds to must be there
         self._notice_writes(index)
         grad = self.params[index].grad
         self.continues[index] = grad is not None and self.filled[index]
@@ -111,9 +113,7 @@ class GradientBucket:
         grad = param.grad
         if grad is None:
             return
-        if self.local is None:
-            self._open(self.scratch.take(self.bucket.numel, self.wire))
-            self._zero_padding()
+        self._ensure_local()
         view = self.views[index]
         if grad is not view:
             if self.continues[index] and self.wire != param.dtype:
@@ -159,16 +159,13 @@ class GradientBucket:
         if self.state is not State.LOCAL:
             self.reopen()
         self.pack()
-        if self.local is None:
-            self._open(self.scratch.take(self.bucket.numel, self.wire))
-            self._zero_padding()
+        local = self._ensure_local()
         self._clear_unfilled()
         for index, filled in enumerate(self.filled):
             if filled:
                 self._leave(index, self.placeholders[index])
-        assert self.local is not None
         self._received = self.scratch.take((self.comm.world - 1, self.bucket.shard_numel), self.wire)
-        self._work = self.comm.exchange(self.local, self._received, self._name())
+        self._work = self.comm.exchange(local, self._received, self._name())
         self.state = State.TRAVELLING
 
     def finish(self) -> None:
@@ -241,6 +238,17 @@ class GradientBucket:
     def _name(self) -> str:
         return f"{self.bucket.unit or 'bucket'} {self.bucket.index}"
 
+    def _ensure_local(self) -> Tensor:
+        if self.local is None:
+            local = self.scratch.take(self.bucket.numel, self.wire)
+            self._open(local)
+            for slot, following in zip(self.bucket.slots, [*self.bucket.slots[1:], None], strict=True):
+                end = following.start if following else self.bucket.numel
+                if slot.end < end:
+                    local[slot.end : end].zero_()  # the padding takes part in sums
+            return local
+        return self.local
+
     def _open(self, local: Tensor) -> None:
         self.local = local
         # .data: each view has a version counter of its own.
@@ -253,13 +261,6 @@ class GradientBucket:
         assert self.local is not None
         self.scratch.give(self.local)
         self.local, self.views = None, []
-
-    def _zero_padding(self) -> None:
-        assert self.local is not None
-        for slot, following in zip(self.bucket.slots, [*self.bucket.slots[1:], None], strict=True):
-            end = following.start if following else self.bucket.numel
-            if slot.end < end:
-                self.local[slot.end : end].zero_()
 
     def _clear_unfilled(self) -> None:
         """Zero the slots of parameters without a gradient, and of those that were set to None since."""
