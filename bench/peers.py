@@ -188,6 +188,8 @@ class Deepspeed(Peer):
 
         config = {
             "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": 0.0,
             "zero_allow_untested_optimizer": True,
             "bf16": {"enabled": dtype == "bf16"},
             "zero_optimization": {"stage": stage, "reduce_bucket_size": 6_553_600, "allgather_bucket_size": 6_553_600},
