@@ -71,7 +71,7 @@ def test_bytes_are_those_that_the_docstring_states(cards: list[Card]) -> None:
     ],
 )
 def test_bytes_are_at_the_floor_of_the_recipe(cards: list[Card], recipe: str, read: int, written: int) -> None:
-    # The byte floors of recipes H, A and A', and of packing (docs/design.md).
+    # The byte floors of recipes H, A and A', and of packing.
     chosen = [card for card in cards if card["recipe"] == recipe]
     assert chosen and not failing(chosen, lambda card: (card["read_bytes"], card["write_bytes"]) == (read, written))
 

@@ -1,7 +1,7 @@
 """Every kernel against its twin in plain torch, bit for bit, and the twin against torch.optim in fp64.
 
-Without a GPU the kernels run in Triton's interpreter; with one, this file is the GPU's test suite. Rows are those of
-the survey of faults in other optimizers (numbered in docs/design.md).
+Without a GPU the kernels run in Triton's interpreter; with one, on it. Row numbers are those of a survey of faults that
+users of other optimizers reported; each comment says what the fault was.
 """
 
 from __future__ import annotations
