@@ -125,6 +125,22 @@ def one_parameter_zeroed_by_hand(run: Run) -> None:
         run.model.head.bias.grad.zero_()
 
 
+# ---------------------------------------------------------------------- clipping, then something else
+
+
+@script()
+def clipped_then_dropped(run: Run) -> None:
+    """A step that the user leaves out after a look at the norm, and one without clipping after it."""
+    for step in range(3):
+        run.optimizer.zero_grad()
+        run.backward(step)
+        run.clip(0.1)
+        if step == 1:
+            run.optimizer.zero_grad()
+            run.backward(7)
+        run.step()
+
+
 # ---------------------------------------------------------------------- p.grad by hand
 
 

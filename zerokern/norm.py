@@ -39,9 +39,7 @@ class StepScalars:
         """The words of this step, once exchanged."""
 
     def gather(self, used: Sequence[bool]) -> None:
-        """Exchange sums of squares and used bits, once per step."""
-        if self.gathered is not None:
-            return
+        """Exchange sums of squares and used bits."""
         bits = [0] * -(-len(used) // WORD_BITS)
         for row, is_used in enumerate(used):
             bits[row // WORD_BITS] |= is_used << (row % WORD_BITS)

@@ -103,8 +103,10 @@ class ShardedOptimizer(Optimizer):
                     f"the closure returned {type(loss).__name__}; it must return the loss, a tensor or a number. "
                     "Nothing was updated"
                 )
-        max_norm, self._clip_once = (self.max_grad_norm if self._clip_once is None else self._clip_once), None
-        zero.step(self.param_groups, max_norm)
+        changed = zero.settle_gradients()
+        clipped = self._clip_once is not None and not changed  # later gradients are not those that were to be clipped
+        zero.step(self.param_groups, self._clip_once if clipped else self.max_grad_norm)
+        self._clip_once = None
         self._consolidated = None
         return loss
 

@@ -15,12 +15,11 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import ops
-from ..buffers import Scratch, dense_stride, view_in
+from ..buffers import ParameterBucket, Scratch
 from ..comm import Comm, Work
-from ..layout import Bucket
 
 
 class State(enum.Enum):
@@ -36,8 +35,7 @@ class GradientBucket:
 
     def __init__(
         self,
-        bucket: Bucket,
-        params: Sequence[nn.Parameter],
+        parameters: ParameterBucket,
         comm: Comm,
         scratch: Scratch,
         partials: Tensor,
@@ -48,32 +46,31 @@ class GradientBucket:
         """Set up storage.
 
         Args:
-            bucket: its layout.
-            params: one for each slot.
+            parameters: whose gradients these are.
             comm: the group to reduce over.
             scratch: where chunks, and in stages 2 and 3 the bucket, come from.
             partials: fp64, the sums of squares of this bucket's shard. Written by every reduction.
             wire: dtype of `local`.
             resident: stage 1: `local` lives forever, and if it is fp32 the shard is this rank's part of it.
         """
-        self.bucket, self.params, self.comm, self.scratch, self.partials = bucket, list(params), comm, scratch, partials
+        self.bucket, self.params, self._views_of = parameters.bucket, parameters.params, parameters.views_of
+        self.comm, self.scratch, self.partials = comm, scratch, partials
         self.wire, self.resident = wire, resident
-        device = params[0].device
+        bucket, device = self.bucket, self.params[0].device
         self.state = State.LOCAL
         self.local: Tensor | None = None
         self.views: list[Tensor] = []
-        self.strides = [dense_stride(p) for p in params]
         if resident:
             self._open(torch.zeros(bucket.numel, dtype=wire, device=device))
-        self.shard_in_local = resident and wire == torch.float32
-        if self.shard_in_local and self.local is not None:
-            shard = self.local[bucket.shard(comm.rank)]
-        else:
-            shard = torch.zeros(bucket.shard_numel, dtype=torch.float32, device=device)
-        self.shard: Tensor = shard
+        self.shard_in_local = self.local is not None and wire == torch.float32
+        self.shard = torch.zeros(0 if self.shard_in_local else bucket.shard_numel, dtype=torch.float32, device=device)
         """fp32 [S], the reduced gradient."""
+        if self.local is not None and self.shard_in_local:
+            self.shard = self.local[bucket.shard(comm.rank)]
         # A scalar seen with the parameter's shape; each has storage of its own, since views share a version counter.
-        self.placeholders = [torch.full((), math.nan, dtype=p.dtype, device=device).expand(p.shape) for p in params]
+        self.placeholders = [
+            torch.full((), math.nan, dtype=p.dtype, device=device).expand(p.shape) for p in self.params
+        ]
         self.versions = [0] * len(self.params)
         """Version counters of what we left in p.grad: another number means that somebody wrote to it."""
         self.filled = [False] * len(self.params)
@@ -88,10 +85,12 @@ class GradientBucket:
         """Gradients on their way add to the one in `local`."""
         self.carry: Tensor | None = None
         """A reduced gradient that the next reduction adds to, since nobody zeroed it."""
+        self.reductions = 0
         self._missing = len(self.params)
         self._waiting: list[tuple[Tensor, Tensor]] = []
         self._work = Work()
         self._received: Tensor | None = None
+        self._reduced: tuple[object, ...] = ()
 
     # ------------------------------------------------------------------ a gradient arrives
 
@@ -165,7 +164,8 @@ class GradientBucket:
             if filled:
                 self._leave(index, self.placeholders[index])
         self._received = self.scratch.take((self.comm.world - 1, self.bucket.shard_numel), self.wire)
-        self._work = self.comm.exchange(local, self._received, self._name())
+        name = f"{self.bucket.unit or 'bucket'} {self.bucket.index}"
+        self._work = self.comm.exchange(local, self._received, name)
         self.state = State.TRAVELLING
 
     def finish(self) -> None:
@@ -182,9 +182,12 @@ class GradientBucket:
         if not self.resident:
             self._close()
         self.state = State.REDUCED
+        self.reductions += 1
 
     def reduce_alone(self) -> None:
         """World of one: the local gradient is the reduced one, and stays where the user sees it."""
+        if self.reductions and self.signature() == self._reduced:
+            return
         self.pack()
         self._clear_unfilled()
         if self.local is None or not any(self.filled):
@@ -192,6 +195,13 @@ class GradientBucket:
         else:
             self._reduce(self.local.new_empty(0, self.bucket.shard_numel))
         self.used = list(self.filled)
+        self.reductions += 1
+        self._reduced = self.signature()
+
+    def signature(self) -> tuple[object, ...]:
+        """Return a value that changes when a gradient comes, goes or is written to."""
+        grads = [param.grad for param in self.params]
+        return self.reductions, *((id(grad), grad._version) if grad is not None else None for grad in grads)
 
     def reopen(self) -> None:
         """Make the bucket LOCAL again. What was reduced and not zeroed since is carried into the next reduction."""
@@ -205,12 +215,11 @@ class GradientBucket:
 
         As in torch, a zeroed gradient is a gradient of zero, and None is none: the parameter is left alone.
         """
-        kept = [
-            used and param.grad is placeholder and placeholder._version == version
-            for used, param, placeholder, version in zip(
-                self.used, self.params, self.placeholders, self.versions, strict=True
-            )
+        left = zip(self.params, self.placeholders, self.versions, strict=True)
+        untouched = [
+            param.grad is placeholder and placeholder._version == version for param, placeholder, version in left
         ]
+        kept = [used and same for used, same in zip(self.used, untouched, strict=True)]
         dropped = [index for index, used in enumerate(self.used) if used and not kept[index]]
         for index in dropped:
             self.used[index] = self.params[index].grad is self.placeholders[index]
@@ -235,9 +244,6 @@ class GradientBucket:
             self.shard.copy_(out)
         self.carry = None
 
-    def _name(self) -> str:
-        return f"{self.bucket.unit or 'bucket'} {self.bucket.index}"
-
     def _ensure_local(self) -> Tensor:
         if self.local is None:
             local = self.scratch.take(self.bucket.numel, self.wire)
@@ -252,10 +258,7 @@ class GradientBucket:
     def _open(self, local: Tensor) -> None:
         self.local = local
         # .data: each view has a version counter of its own.
-        self.views = [
-            view_in(local, slot.start, param.shape, stride).data
-            for slot, param, stride in zip(self.bucket.slots, self.params, self.strides, strict=True)
-        ]
+        self.views = [view.data for view in self._views_of(local)]
 
     def _close(self) -> None:
         assert self.local is not None

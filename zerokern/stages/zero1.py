@@ -65,13 +65,15 @@ class Zero1:
         self.scalars = StepScalars(len(order), [group_of_param[i] for i in order], partials, comm)
         self.gradients = [
             GradientBucket(
-                p.bucket, p.params, comm, self.scratch, part,
+                p, comm, self.scratch, part,
                 wire=precision.wire or p.full.dtype, resident=self.gradients_resident or comm.world == 1,
             )
             for p, part in zip(self.trainable, partials.split(counts), strict=True)
         ]  # fmt: skip
         self.rounds = Rounds(self.gradients, self.names, overlap=buckets.overlap, once_per_step=self.gradients_resident)
         self.versions = [p._version for p in self.params]
+        self._settled: list[tuple[object, ...]] = []
+        """Signatures of the gradients whose norm was gathered."""
 
     def _make_equal(self, members: Sequence[Sequence[nn.Parameter]]) -> None:
         """Give every rank the initial values of rank 0, as DDP does; nothing is sent if they are equal already."""
@@ -89,27 +91,30 @@ class Zero1:
 
     # ------------------------------------------------------------------ the step
 
-    def settle_gradients(self) -> None:
-        """Have all gradients reduced and the small vector exchanged. Repeated calls before the step do nothing more."""
-        if self.scalars.gathered is None:
-            self.comm.phase = "step"
-            self._notice_writes()
-            with torch.autograd.profiler.record_function("zerokern::settle_gradients"):
-                self.rounds.settle()
-                used = [False] * len(self.row_of)
-                for bucket in self.gradients:
-                    for slot, is_used in zip(bucket.bucket.slots, bucket.used, strict=True):
-                        used[self.row_of[slot.param]] = is_used
-                self.scalars.gather(used)
+    def settle_gradients(self) -> bool:
+        """Have all gradients reduced and the small vector exchanged. Return False if that was so already."""
+        self.comm.phase = "step"
+        self._notice_writes()
+        with torch.autograd.profiler.record_function("zerokern::settle_gradients"):
+            self.rounds.settle()
+            settled = [bucket.signature() for bucket in self.gradients]
+            if self.scalars.gathered is not None and settled == self._settled:
+                return False
+            used = [False] * len(self.row_of)
+            for bucket in self.gradients:
+                for slot, is_used in zip(bucket.bucket.slots, bucket.used, strict=True):
+                    used[self.row_of[slot.param]] = is_used
+            self.scalars.gather(used)
+            self._settled = settled
+        return True
 
     def step(self, groups: Sequence[Mapping[str, Any]], max_norm: float | Tensor | None) -> None:
-        """Update every bucket in one launch each, and send the result on its way.
+        """Update every bucket in one launch each, and send the result on its way. The gradients are settled.
 
         Args:
             groups: torch's param groups.
             max_norm: clip to this total norm.
         """
-        self.settle_gradients()
         self.scalars.form(groups, max_norm)
         l2 = any(not group["decoupled_weight_decay"] and _nonzero(group["weight_decay"]) for group in groups)
         works = []
