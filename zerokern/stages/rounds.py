@@ -204,6 +204,8 @@ class Rounds:
         """Start counting passes and rounds anew."""
         self.foreseen = self.backwards or None
         self.backwards = self.rounds = 0
+        for bucket in self.buckets:
+            bucket.end_backward()  # gradients set by hand came outside of any pass
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
