@@ -17,7 +17,7 @@ LAYERS = (
     ("kernels",),
     ("ops",),
     ("buffers", "comm"),
-    ("norm",),
+    ("scalars",),
     ("stages",),
     ("build", "state"),
     ("sharded",),

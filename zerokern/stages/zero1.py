@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from .. import config, ops
 from ..buffers import Memory, ParameterBucket, Scratch
-from ..comm import Comm
+from ..comm import Comm, Work
 from ..layout import Layout
-from ..norm import StepScalars
+from ..scalars import StepScalars
 from .gradients import GradientBucket
 from .rounds import Rounds
 
@@ -133,7 +133,7 @@ class Zero1:
         self.comm.step += 1
         self.comm.phase = "backward"
 
-    def publish(self, parameters: ParameterBucket) -> Any:
+    def publish(self, parameters: ParameterBucket) -> Work:
         """Start sending an updated shard to the ranks that need it."""
         return self.comm.all_gather(parameters.full, f"bucket {parameters.bucket.index}")
 
