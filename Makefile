@@ -53,7 +53,7 @@ $(READY): pyproject.toml setup.py constraints.txt
 	  [ -n "$$python" ] || fail "no Python 3.10 or newer was found; install one (Debian: apt-get install python3 python3-venv) or name it: make PYTHON=/path/to/python3"
 	  $$python -c 'import venv, ensurepip' 2>/dev/null || fail "$$python has no venv module; install it (Debian: apt-get install python3-venv)"
 	  free=$$(df -Pk . | awk 'NR == 2 { print int($$4 / 1048576) }')
-	  [ "$$free" -ge $(FREE_GIB) ] || fail "only $$free GiB of disk are free here and the environment needs $(FREE_GIB) GiB (some 8 where torch brings CUDA); make room first"
+	  [ "$$free" -ge $(FREE_GIB) ] || fail "only $$free GiB of disk are free here and the environment needs $(FREE_GIB) GiB (more where torch brings CUDA); make room first"
 	  echo "zerokern: creating $(VENV) with $$($$python --version)"
 	  rm -rf $(VENV)
 	  $$python -m venv $(VENV) || fail "$$python could not create $(VENV); its reason is above"

@@ -7,6 +7,7 @@ FSDP2 keeps fp32 shards, computes in bf16 and reduces in fp32; zerokern has a bf
 from __future__ import annotations
 
 import importlib.util
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -23,7 +24,7 @@ ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_
 ITEMSIZE = {"fp32": 4, "bf16": 2}
 
 
-class Peer:
+class Peer(ABC):
     """A model, an optimizer, and how to train with them."""
 
     module: Callable[..., Tensor]
@@ -50,9 +51,9 @@ class Peer:
         """Forget the gradients."""
         self.optimizer.zero_grad()
 
+    @abstractmethod
     def full_params(self) -> dict[str, Tensor]:
         """Return the fp32 parameters (master weights where there are any) by name. All ranks call it."""
-        raise NotImplementedError
 
     def logged_bytes(self) -> int | None:
         """Return the bytes per step that this system says it has sent, where it does."""

@@ -51,7 +51,7 @@ class RowMap(NamedTuple):
 def sqrt_rn(x: Tensor) -> Tensor:
     """Return the correctly rounded fp32 square root.
 
-    torch's vectorised fp32 square root on the CPU misses the last bit in 0.7 % of cases. The fp64 root of an fp32
+    torch's vectorised fp32 square root on the CPU misses the last bit now and then. The fp64 root of an fp32
     number is never so close to the middle of two fp32 numbers that rounding it once more could go wrong.
     """
     return x.double().sqrt_().float()

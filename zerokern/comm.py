@@ -2,7 +2,7 @@
 
 A reduce-scatter is a direct exchange of chunks; the sum is formed by the REDUCE kernel, in rank order and fp32, so
 bits do not depend on the back end, and gloo sends half of what its own reduce-scatter (an all-reduce) would. An
-all-gather works in place: native on NCCL, the same exchange on gloo, where it is twice as fast as the native call.
+all-gather works in place: native on NCCL, the same exchange on gloo, where it costs less than the native call.
 """
 
 from __future__ import annotations

@@ -135,8 +135,7 @@ class ShardedOptimizer(Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load torch's layout or our own, keeping fp32 moments and master weights in fp32. In place; all ranks must
-        call it.
+        """Load torch's layout or our own, in place; moments and master weights stay fp32. Nothing is sent.
 
         Raises:
             ValueError: it is of another model or another sharding. Nothing was changed.
