@@ -1,98 +1,389 @@
 /* The update and the reduction for the CPU, one pass over memory each; twins of reference.py, bit for bit.
  *
- * Compiled on first use by native.py with -ffp-contract=off: every fp32 operation is rounded on its own, and sqrtf and
- * division round correctly. Lanes are independent, so the compiler may vectorise as it likes.
+ * Compiled on first use by native.py with -ffp-contract=off: every fp32 operation is rounded on its own, and roots and
+ * quotients round correctly.
  */
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
+#include "vectors.h"
 
 enum { BLOCK = 64, PARTIAL = 4096, LANES = 16 };
-enum dtype { FP32, BF16, FP16 };
 
-static inline float from_bf16(uint16_t bits) {
-    uint32_t wide = (uint32_t)bits << 16;
-    float value;
-    memcpy(&value, &wide, sizeof value);
-    return value;
+/* How weights and moments are stored; native.py counts in the same order. MASTER is fp32 beside a 16-bit parameter. */
+enum format { NONE, FP32, BF16, FP16, MASTER, SPLIT32, SPLIT24, BLOCK8 };
+enum rule { ADAM, LION, SGD };
+
+/* Row k of the table is table[k * rows]; the order is that of arguments.TABLE. */
+enum { COEF, BETA1, ONE_MINUS_BETA1, BETA2, ONE_MINUS_BETA2, STEP_SIZE, INV_SQRT_C2, EPS, DECAY, L2, NESTEROV, ACTIVE,
+       COLUMNS };
+
+struct moment {
+    void *values;
+    uint8_t *scale;
+    int64_t format;
+};
+
+/* The arguments of an update, in the order of native.Update. `master` is the parameter itself if it is fp32. */
+struct update {
+    void *param, *master;
+    const void *grad;
+    int64_t param_format, weight_format, grad_format;
+    struct moment exp_avg, exp_avg_sq, max_exp_avg_sq;
+    const float *table;
+    const int64_t *keys, *origin;
+    const int32_t *block_row;
+    int64_t rows, blocks, rule, l2, threads;
+};
+
+#define LANE 0x9e3779b1u
+
+/* ---------------------------------------------------------------- random words: codecs.py */
+
+INLINE uint64_t mix64(uint64_t x) {
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
 }
 
-/* To nearest even in integers; NaN stays NaN, since adding to it could carry into the sign. */
-static inline uint16_t to_bf16(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (uint16_t)rounded;
+INLINE words mix32(words x) {
+    x = (x ^ upper(x)) * 0x7feb352du;
+    x = (x ^ (x >> 15)) * 0x846ca68bu;
+    return x ^ upper(x);
 }
 
-/* Row k of the table is table[k * rows]; the order is that of reference.TABLE. */
-enum { COEF, BETA1, ONE_MINUS_BETA1, BETA2, ONE_MINUS_BETA2, STEP_SIZE, INV_SQRT_C2, EPS, DECAY, L2, ACTIVE, COLUMNS };
+/* Two random words for each element of a group: its index in the block times LANE, hashed with the block's key. */
+INLINE void draw(words *random, words *second, uint64_t key, uint32_t first_lane, int both) {
+    words lanes = ORDER * LANE + ((uint32_t)key + first_lane * LANE);
+    FOUR(random[k] = mix32(lanes + (PAIRED ? k / 2 * 16u + k % 2u : k * 8u) * LANE);)
+    if (both) FOUR(second[k] = (random[k] ^ (uint32_t)(key >> 32)) * LANE; second[k] ^= upper(second[k]);)
+}
 
-static inline void update_block(float *restrict w, float *restrict m, float *restrict v, const float *restrict grad,
-                                const float *restrict c, int l2) {
+/* ---------------------------------------------------------------- 16 and 24 bits: codecs.py */
+
+INLINE words quiet(words bits, floats x) { return choose(x == x, bits, fill(0x7fc00000)); }
+
+/* From the largest number of so many bits on nothing is added: what is finite stays finite, and infinity infinity. */
+INLINE words stochastic(floats x, words random, int32_t largest) {
+    words bits = (words)x;
+    return quiet(bits + (random & (words)((ints)(bits & 0x7fffffffu) < largest)), x);
+}
+
+INLINE void store_bf16(uint16_t *out, const floats *x) {
+    words bits[4];
+    FOUR(bits[k] = quiet((words)x[k] + 0x7fffu + (((words)x[k] >> 16) & 1u), x[k]);)
+    store_halves(out, NULL, bits);
+}
+
+/* `random`: 16 bits each. */
+INLINE void store_bf16_stochastic(uint16_t *out, const floats *x, const words *random) {
+    words bits[4];
+    FOUR(bits[k] = stochastic(x[k], random[k], 0x7f7f0000);)
+    store_halves(out, NULL, bits);
+}
+
+/* As int16 the low half is the distance from a bf16: from the one above where it is negative. A tie at an even bf16
+ * rounds down, to a distance that int16 lacks by one. */
+INLINE void store_split32(uint16_t *high, int16_t *low, const floats *x) {
+    words bits[4];
+    FOUR(bits[k] = (words)x[k] + (words)(((words)x[k] & 0x1ffffu) == 0x8000u); bits[k] = quiet(bits[k], x[k]) + 0x8000u;)
+    store_halves(high, low, bits);
+}
+
+INLINE void load_split24(words *x, const uint16_t *high, const int8_t *low) {
+    words distance[4];
+    load_halves(x, high, NULL);
+    load_bytes(distance, low);
+    FOUR(distance[k] = shift(distance[k] ^ 0x80808080u, 8 - (PAIRED ? 8 * k : 0)) & 0xff00u;
+         x[k] = x[k] + distance[k] - 0x8000u;)
+}
+
+INLINE void store_split24(uint16_t *high, int8_t *low, const floats *x, const words *random) {
+    words bits[4], distance[4];
+    FOUR(bits[k] = stochastic(x[k], random[k] & 0xffu, 0x7f7fff00) & 0xffffff00u;
+         words step = ((random[k] & 0x100u) << 1) - 0x100u;
+         bits[k] += (step & (words)((bits[k] & 0x1ffffu) == 0x8000u)) + 0x8000u;
+         distance[k] = bits[k] << 16;)
+    store_halves(high, NULL, bits);
+    store_bytes(low, pack(distance, 24) ^ 0x80);
+}
+
+/* ---------------------------------------------------------------- 8-bit blocks: codecs.py */
+
+enum { FIRST = 4, ROOT = 5 }; /* bits of mantissa */
+
+/* An addition places exponent and mantissa. A subnormal code has the steps of the binade above it: read as a number of
+ * that binade less the binade's start, it is the lesser of two readings. Other codes are the lesser read as they are. */
+INLINE void load8(floats *x, const uint8_t *codes, uint32_t scale, int mantissa) {
+    words least = fill((scale - 6) << 23), code[4];
+    load_bytes(code, codes);
+    FOUR(const int place = PAIRED ? 8 * k : 0;
+         words above = (shift(code[k], 23 - mantissa - place) & ((8u << 23) - (1u << (23 - mantissa)))) + least;
+         words bits = lesser(above - (1u << 23), (words)((floats)above - (floats)least));
+         if (mantissa == FIRST) bits |= shift(code[k], 24 - place) & 0x80000000u;
+         x[k] = (floats)bits;)
+}
+
+/* Replaces what has no code even at the largest scale by what has; returns the largest pattern of a magnitude. */
+static uint32_t clamp8(words *x, uint32_t most) {
+    uint32_t largest = 0;
     for (int i = 0; i < BLOCK; i++) {
-        float g = grad[i] * c[COEF];
-        if (l2) g = g + c[L2] * w[i];
-        m[i] = c[BETA1] * m[i] + c[ONE_MINUS_BETA1] * g;
-        v[i] = c[BETA2] * v[i] + c[ONE_MINUS_BETA2] * (g * g);
-        w[i] = w[i] * c[DECAY] - (m[i] * c[STEP_SIZE]) / (sqrtf(v[i]) * c[INV_SQRT_C2] + c[EPS]);
+        uint32_t bits = x[i / EIGHT][i % EIGHT], magnitude = bits & 0x7fffffff;
+        uint32_t sign = magnitude > 0x7f800000 ? 0 : bits - magnitude;
+        magnitude = magnitude < most ? magnitude : most;
+        largest = largest > magnitude ? largest : magnitude;
+        x[i / EIGHT][i % EIGHT] = magnitude | sign;
+    }
+    return largest;
+}
+
+/* The scale is the least for which the largest magnitude has a code. */
+INLINE uint32_t store_scale(const struct moment *moment, int64_t block, words *x, words maxima, int mantissa) {
+    const int cut = 23 - mantissa;
+    const uint32_t most = 0x7f800000 - (1u << cut), floor = mantissa == FIRST ? 16 : 75;
+    uint32_t largest = largest_of(maxima);
+    if (largest > most) largest = clamp8(x, most);
+    uint32_t scale = (largest + (1u << cut) - 1) >> 23;
+    scale = scale < floor ? floor : scale;
+    moment->scale[block] = (uint8_t)scale;
+    return scale;
+}
+
+/* Numbers are scaled so that the least normal binade starts at 4: what lies above the mantissa then ends in the code's
+ * exponent. Adding 4 gives subnormals the even steps of the binade from 4 on; as in load8, of two readings one is right,
+ * here the greater. */
+INLINE void store8(const struct moment *moment, int64_t block, const words *x, const words *random, uint32_t scale,
+                   int mantissa) {
+    uint8_t *codes = (uint8_t *)moment->values + block * BLOCK;
+    const int cut = 23 - mantissa;
+    floats factor = (floats)fill((262 - scale) << 23);
+    for (int i = 0; i < BLOCK; i += GROUP, x += 4, random += 4) {
+        words code[4];
+        FOUR(floats scaled = (floats)(x[k] & 0x7fffffffu) * factor;
+             words drawn = mantissa == FIRST ? random[k] << (cut - 16) : random[k] >> (32 - cut);
+             drawn &= (1u << cut) - (1u << (cut - 16));
+             code[k] = greater((words)scaled, (words)(scaled + 4.0f) - (1u << 23)) + drawn;)
+        bytes packed = pack(code, cut), signs = pack_signed(x);
+        if (mantissa == FIRST)
+            packed |= signs & 0x80;
+        else /* a root is not 0 unless the moment is */
+            packed -= (bytes)(packed == 0) & (bytes)(signs != 0);
+        store_bytes(codes + i, packed);
     }
 }
 
-/* param may be w itself (fp32, its own master). */
-void zerokern_adamw(void *param, int param_dtype, float *w, float *m, float *v, const float *grad, const float *table,
-                    int64_t rows, const int32_t *block_row, int64_t blocks, int threads) {
-    (void)threads;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t block = 0; block < blocks; block++) {
-        int64_t at = block * BLOCK;
-        float c[COLUMNS];
-        for (int k = 0; k < COLUMNS; k++) c[k] = table[k * rows + block_row[block]];
-        if (c[ACTIVE] == 0.0f) continue;
-        if (c[L2] != 0.0f)
-            update_block(w + at, m + at, v + at, grad + at, c, 1);
-        else
-            update_block(w + at, m + at, v + at, grad + at, c, 0);
-        if (param_dtype == BF16) {
-            uint16_t *out = (uint16_t *)param + at;
-            for (int i = 0; i < BLOCK; i++) out[i] = to_bf16(w[at + i]);
+/* ---------------------------------------------------------------- streams: storage.py */
+
+INLINE void load(floats *x, const void *values, int64_t format, int64_t at) {
+    const uint16_t *in = (const uint16_t *)values + at;
+    if (format == BF16) {
+        load_halves((words *)x, in, NULL);
+        return;
+    }
+    if (format == FP32)
+        FOUR(x[k] = (floats)load_vector((const float *)values + at + k * EIGHT);)
+    else
+        FOUR(x[k] = load_fp16(in + k * EIGHT);)
+    from_memory(x);
+}
+
+INLINE void store(void *values, int64_t format, int64_t at, const floats *x) {
+    uint16_t *out = (uint16_t *)values + at;
+    if (format == BF16) {
+        store_bf16(out, x);
+        return;
+    }
+    floats y[4] = {x[0], x[1], x[2], x[3]};
+    to_memory(y);
+    if (format == FP32)
+        FOUR(store_vector((float *)values + at + k * EIGHT, (words)y[k]);)
+    else
+        FOUR(store_fp16(out + k * EIGHT, y[k]);)
+}
+
+INLINE void load_weights(floats *w, const struct update *u, int format, int64_t at) {
+    const uint16_t *high = (const uint16_t *)u->param + at;
+    if (format == SPLIT24)
+        load_split24((words *)w, high, (const int8_t *)u->master + at);
+    else if (format == SPLIT32)
+        load_halves((words *)w, high, (const int16_t *)u->master + at);
+    else
+        load(w, u->master, format == BF16 ? BF16 : FP32, at);
+}
+
+INLINE void store_weights(const struct update *u, int format, int64_t at, const floats *w, const words *random) {
+    uint16_t *high = (uint16_t *)u->param + at;
+    words upper[4];
+    FOUR(upper[k] = random[k] >> 16;)
+    if (format == FP32 || format == MASTER) store(u->master, FP32, at, w);
+    if (format == MASTER) store(u->param, u->param_format, at, w);
+    if (format == BF16) store_bf16_stochastic(high, w, upper);
+    if (format == SPLIT32) store_split32(high, (int16_t *)u->master + at, w);
+    if (format == SPLIT24) store_split24(high, (int8_t *)u->master + at, w, upper);
+}
+
+INLINE void load_moment(floats *x, const struct moment *moment, int format, int64_t at, int mantissa) {
+    if (format == BLOCK8)
+        load8(x, (const uint8_t *)moment->values + at, moment->scale[at / BLOCK], mantissa);
+    else
+        load(x, moment->values, format == FP32 ? FP32 : BF16, at);
+}
+
+/* Of one block, what waits until its largest number is known. */
+struct kept {
+    words first[8], root[8], random[8];
+};
+
+INLINE void store_moment(const struct moment *moment, int format, int64_t at, const floats *x, const words *random,
+                         int high, words *kept) {
+    words half[4];
+    FOUR(half[k] = high ? random[k] >> 16 : random[k] & 0xffffu;)
+    if (format == FP32) store(moment->values, FP32, at, x);
+    if (format == BF16) store_bf16_stochastic((uint16_t *)moment->values + at, x, half);
+    if (format == BLOCK8) FOUR(kept[k] = (words)x[k];)
+}
+
+/* ---------------------------------------------------------------- the update: rules.py */
+
+INLINE void root_of_largest(floats *root, const struct moment *moment, int format, int64_t at, const floats *v,
+                            const words *random) {
+    floats largest[4];
+    load_moment(largest, moment, format, at, ROOT);
+    FOUR(largest[k] = (floats)choose(v[k] > largest[k], (words)v[k], (words)largest[k]);)
+    store_moment(moment, format, at, largest, random, 0, NULL);
+    FOUR(root[k] = root_of(largest[k]);)
+}
+
+/* Zero and NaN stay what they are. */
+INLINE floats sign_of(floats x) {
+    words one = ((words)x & 0x80000000u) | 0x3f800000u;
+    return (floats)choose((x > 0.0f) | (x < 0.0f), one, (words)x);
+}
+
+/* One block with formats that are constants, where it pays, or read from u. c: the scalars of its row, eight times. */
+INLINE void update_block(const struct update *u, int64_t block, uint64_t key, const floats *c, int rule, int weights,
+                         int first, int second, int most) {
+    const int for_weights = weights == BF16 || weights == SPLIT24 || most == BF16;
+    const int for_moments = for_weights || first > FP32 || second > FP32;
+    struct kept kept;
+    words largest_first = {0}, largest_root = {0};
+    for (int i = 0; i < BLOCK; i += GROUP) {
+        int64_t at = block * BLOCK + i;
+        floats g[4], w[4], m[4] = {{0}}, v[4], step[4] = {{0}};
+        words *random = kept.random + i / EIGHT, drawn[4] = {{0}};
+        load(g, u->grad, u->grad_format, at);
+        FOUR(g[k] *= c[COEF];)
+        if (u->l2 && c[L2][0] != 0.0f) {
+            load_weights(w, u, weights, at);
+            FOUR(g[k] = g[k] + c[L2] * w[k];)
         }
-#ifdef __FLT16_MANT_DIG__
-        if (param_dtype == FP16) {
-            _Float16 *out = (_Float16 *)param + at;
-            for (int i = 0; i < BLOCK; i++) out[i] = (_Float16)w[at + i];
+        if (rule == ADAM) {
+            load_moment(v, &u->exp_avg_sq, second, at, ROOT);
+            if (second == BLOCK8) FOUR(v[k] = v[k] * v[k];)
+            FOUR(v[k] = c[BETA2] * v[k] + c[ONE_MINUS_BETA2] * (g[k] * g[k]);)
         }
-#endif
+        if (first) load_moment(m, &u->exp_avg, first, at, FIRST);
+        if (rule == LION) {
+            FOUR(step[k] = sign_of(c[BETA1] * m[k] + c[ONE_MINUS_BETA1] * g[k]) * c[STEP_SIZE];)
+            FOUR(m[k] = c[BETA2] * m[k] + c[ONE_MINUS_BETA2] * g[k];)
+        } else if (first)
+            FOUR(m[k] = c[BETA1] * m[k] + c[ONE_MINUS_BETA1] * g[k];)
+        FOUR(if (first == BLOCK8) largest_first = greater(largest_first, (words)m[k] & 0x7fffffffu);)
+        if (for_moments) draw(random, drawn, key, (uint32_t)i, for_weights);
+        if (first) store_moment(&u->exp_avg, first, at, m, random, 0, kept.first + i / EIGHT);
+        if (rule == ADAM) {
+            floats root[4];
+            FOUR(root[k] = root_of(v[k]); largest_root = greater(largest_root, (words)root[k]);)
+            store_moment(&u->exp_avg_sq, second, at, second == BLOCK8 ? root : v, random, 1, kept.root + i / EIGHT);
+            if (most) root_of_largest(root, &u->max_exp_avg_sq, most, at, v, drawn);
+            FOUR(step[k] = (m[k] * c[STEP_SIZE]) / (root[k] * c[INV_SQRT_C2] + c[EPS]);)
+        }
+        if (rule == SGD) {
+            if (first && c[NESTEROV][0] != 0.0f)
+                FOUR(m[k] = g[k] + c[BETA1] * m[k];)
+            FOUR(step[k] = (first ? m[k] : g[k]) * c[STEP_SIZE];)
+        }
+        load_weights(w, u, weights, at);
+        FOUR(w[k] = w[k] * c[DECAY] - step[k];)
+        store_weights(u, weights, at, w, drawn);
+    }
+    uint32_t first_scale = 0, root_scale = 0;
+    if (first == BLOCK8) first_scale = store_scale(&u->exp_avg, block, kept.first, largest_first, FIRST);
+    if (second == BLOCK8) root_scale = store_scale(&u->exp_avg_sq, block, kept.root, largest_root, ROOT);
+    if (first == BLOCK8) store8(&u->exp_avg, block, kept.first, kept.random, first_scale, FIRST);
+    if (second == BLOCK8) store8(&u->exp_avg_sq, block, kept.root, kept.random, root_scale, ROOT);
+}
+
+/* The scalars of a parameter are spread over vectors when it begins, not at each of its blocks. */
+INLINE void update_blocks(const struct update *u, int64_t block, int64_t end, int rule, int weights, int first, int second,
+                          int most) {
+    floats c[COLUMNS] = {{0}};
+    for (int32_t row = -1; block < end; block++) {
+        if (u->block_row[block] != row) {
+            row = u->block_row[block];
+            for (int k = 0; k < COLUMNS; k++) c[k] = fill_floats(u->table[k * u->rows + row]);
+        }
+        if (c[ACTIVE][0] == 0.0f) continue;
+        uint64_t key = mix64((uint64_t)u->keys[row] + (uint64_t)(block + u->origin[row]) * 0x9e3779b97f4a7c15u);
+        update_block(u, block, key, c, rule, weights, first, second, most);
     }
 }
 
-static inline void load_block(float *restrict out, const void *chunk, int64_t at, int dtype) {
-    if (dtype == FP32) memcpy(out, (const float *)chunk + at, BLOCK * sizeof(float));
-    if (dtype == BF16)
-        for (int i = 0; i < BLOCK; i++) out[i] = from_bf16(((const uint16_t *)chunk)[at + i]);
-#ifdef __FLT16_MANT_DIG__
-    if (dtype == FP16)
-        for (int i = 0; i < BLOCK; i++) out[i] = (float)((const _Float16 *)chunk)[at + i];
-#endif
+INLINE void adam(const struct update *u, int64_t block, int64_t end, int weights) {
+    if (u->exp_avg.format == FP32)
+        update_blocks(u, block, end, ADAM, weights, FP32, FP32, NONE);
+    else if (u->exp_avg.format == BF16)
+        update_blocks(u, block, end, ADAM, weights, BF16, BF16, NONE);
+    else
+        update_blocks(u, block, end, ADAM, weights, BLOCK8, BLOCK8, NONE);
 }
+
+static void adam_fp32(const struct update *u, int64_t block, int64_t end) { adam(u, block, end, FP32); }
+static void adam_master(const struct update *u, int64_t block, int64_t end) { adam(u, block, end, MASTER); }
+static void adam_bf16(const struct update *u, int64_t block, int64_t end) { adam(u, block, end, BF16); }
+static void adam_split32(const struct update *u, int64_t block, int64_t end) { adam(u, block, end, SPLIT32); }
+static void adam_split24(const struct update *u, int64_t block, int64_t end) { adam(u, block, end, SPLIT24); }
+
+static void any(const struct update *u, int64_t block, int64_t end) {
+    update_blocks(u, block, end, (int)u->rule, (int)u->weight_format, (int)u->exp_avg.format, (int)u->exp_avg_sq.format,
+                  (int)u->max_exp_avg_sq.format);
+}
+
+void zerokern_update(const struct update *u) {
+    typedef void range(const struct update *, int64_t, int64_t);
+    range *const adams[] = {[FP32] = adam_fp32,
+                            [MASTER] = adam_master,
+                            [BF16] = adam_bf16,
+                            [SPLIT32] = adam_split32,
+                            [SPLIT24] = adam_split24};
+    int common = u->rule == ADAM && u->exp_avg.format == u->exp_avg_sq.format && u->max_exp_avg_sq.format == NONE;
+    range *const update = common ? adams[u->weight_format] : any;
+#pragma omp parallel for schedule(static) num_threads((int)u->threads) if (u->threads > 1)
+    for (int64_t block = 0; block < u->blocks; block += BLOCK)
+        update(u, block, block + BLOCK < u->blocks ? block + BLOCK : u->blocks);
+}
+
+/* ---------------------------------------------------------------- reduction */
 
 /* Squares are added in LANES interleaved sums, and these in pairs. */
-static inline double reduce_part(float *shard, const void **chunks, int ranks, int dtype, int64_t start, int64_t end,
-                                 float scale, int accumulate) {
+INLINE double reduce_part(void *shard, int64_t shard_format, const void **chunks, int ranks, int64_t format, int64_t start,
+                          int64_t end, float scale, int accumulate) {
     double squares[LANES] = {0};
-    for (int64_t at = start; at < end; at += BLOCK) {
-        float total[BLOCK], term[BLOCK];
-        load_block(total, chunks[0], at, dtype);
+    for (int64_t at = start; at < end; at += GROUP) {
+        floats total[4], term[4];
+        float stored[GROUP];
+        load(total, chunks[0], format, at);
         for (int r = 1; r < ranks; r++) {
-            load_block(term, chunks[r], at, dtype);
-            for (int i = 0; i < BLOCK; i++) total[i] += term[i];
+            load(term, chunks[r], format, at);
+            FOUR(total[k] += term[k];)
         }
-        for (int i = 0; i < BLOCK; i++) total[i] *= scale;
-        if (accumulate)
-            for (int i = 0; i < BLOCK; i++) total[i] = shard[at + i] + total[i];
-        memcpy(shard + at, total, sizeof total);
-        for (int i = 0; i < BLOCK; i += LANES)
-            for (int k = 0; k < LANES; k++) squares[k] += (double)total[i + k] * (double)total[i + k];
+        FOUR(total[k] *= scale;)
+        if (accumulate) {
+            load(term, shard, shard_format, at);
+            FOUR(total[k] = term[k] + total[k];)
+        }
+        store(shard, shard_format, at, total);
+        load(total, shard, shard_format, at);
+        memcpy(stored, total, sizeof stored);
+        for (int i = 0; i < GROUP; i += LANES)
+            for (int k = 0; k < LANES; k++) squares[k] += (double)stored[i + k] * (double)stored[i + k];
     }
     for (int width = LANES / 2; width > 0; width /= 2)
         for (int k = 0; k < width; k++) squares[k] += squares[k + width];
@@ -100,23 +391,17 @@ static inline double reduce_part(float *shard, const void **chunks, int ranks, i
 }
 
 /* chunks: `ranks` pointers in rank order; one of them may be the shard. count is a multiple of BLOCK. */
-void zerokern_reduce(float *shard, const void **chunks, int ranks, int dtype, double *partials, int64_t count, float scale,
-                     int accumulate, int threads) {
+void zerokern_reduce(void *shard, int shard_format, const void **chunks, int ranks, int format, double *partials,
+                     int64_t count, float scale, int accumulate, int threads) {
     (void)threads;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t part = 0; part < (count + PARTIAL - 1) / PARTIAL; part++) {
         int64_t start = part * PARTIAL, end = start + PARTIAL < count ? start + PARTIAL : count;
-        if (dtype == FP32)
-            partials[part] = reduce_part(shard, chunks, ranks, FP32, start, end, scale, accumulate);
+        if (shard_format == FP32 && format == FP32)
+            partials[part] = reduce_part(shard, FP32, chunks, ranks, FP32, start, end, scale, accumulate);
         else
-            partials[part] = reduce_part(shard, chunks, ranks, dtype, start, end, scale, accumulate);
+            partials[part] = reduce_part(shard, shard_format, chunks, ranks, format, start, end, scale, accumulate);
     }
 }
 
-int zerokern_has_fp16(void) {
-#ifdef __FLT16_MANT_DIG__
-    return 1;
-#else
-    return 0;
-#endif
-}
+int zerokern_has_fp16(void) { return HAS_FP16; }

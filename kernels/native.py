@@ -1,7 +1,8 @@
 """The update and the reduction compiled for the CPU: `native.c` through the machine's C compiler, loaded with ctypes.
 
-Compiling takes a second and happens once per machine: the library lies in the user's cache folder, under a name made of
-source, compiler and processor. Without a compiler, `available()` is False and the reference runs instead. Same bits.
+Compiling takes three seconds and happens once per machine: the library lies in the user's cache folder, under a name
+made of source, compiler and processor. Without a compiler, `available()` is False and the reference runs instead, with
+the same bits.
 """
 
 from __future__ import annotations
@@ -20,11 +21,44 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .reference import BLOCK, RowMap
+from .arguments import BLOCK, Moment, RowMap, Rule, Shard
 
 SOURCE = Path(__file__).with_name("native.c")
-FLAGS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-fopenmp")
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FLAGS = (
+    "-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
+    "-fno-strict-aliasing", "-fPIC", "-shared", "-fopenmp",
+)  # fmt: skip
+"""No contraction, for the bits. What is off besides changes none: error numbers and exception flags, which nobody
+reads, keep loops scalar. Vectors of floats are also read as words."""
+
+FORMATS: dict[torch.dtype | None, int] = {
+    None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.uint8: 7,
+}  # fmt: skip
+"""What `enum format` in native.c calls the dtypes of gradients, moments, chunks and lone parameters."""
+
+MASTERS = {torch.float32: 4, torch.int16: 5, torch.int8: 6}
+"""What it calls weights that have a master, by the master's dtype."""
+
+RULES: tuple[Rule, ...] = ("adam", "lion", "sgd")
+"""In the order of `enum rule`."""
+
+
+class _Moment(ctypes.Structure):
+    """`struct moment`."""
+
+    _fields_ = (("values", ctypes.c_void_p), ("scale", ctypes.c_void_p), ("format", ctypes.c_int64))
+
+
+class _Update(ctypes.Structure):
+    """`struct update`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("param", "master", "grad")),
+        *((name, ctypes.c_int64) for name in ("param_format", "weight_format", "grad_format")),
+        *((name, _Moment) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")),
+        *((name, ctypes.c_void_p) for name in ("table", "keys", "origin", "block_row")),
+        *((name, ctypes.c_int64) for name in ("rows", "blocks", "rule", "l2", "threads")),
+    )
 
 
 def available() -> bool:
@@ -32,29 +66,23 @@ def available() -> bool:
     return _library() is not None
 
 
-def adamw_(
-    param: Tensor,
-    master: Tensor | None,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    grad: Tensor,
-    *,
-    table: Tensor,
-    rows: RowMap,
-    l2: bool = False,
+def update_(
+    shard: Shard, grad: Tensor, *, rule: Rule, table: Tensor, keys: Tensor, rows: RowMap, l2: bool = False
 ) -> None:
-    """See the twin, `reference.adamw_`. Inactive parameters are not even read."""
+    """See the twin, `reference.update_`. Inactive parameters are not even read."""
     library = _library()
-    if library is None or grad.dtype != torch.float32 or not _knows(library, param.dtype):
-        reference.adamw_(param, master, exp_avg, exp_avg_sq, grad, table=table, rows=rows, l2=l2)
+    if library is None or not _knows(library, shard.param.dtype, grad.dtype):
+        reference.update_(shard, grad, rule=rule, table=table, keys=keys, rows=rows, l2=l2)
         return
-    weights = param if master is None else master
-    library.zerokern_adamw(
-        _address(param), DTYPES[param.dtype], _address(weights), _address(exp_avg),
-        _address(exp_avg_sq), _address(grad),
-        _address(table), ctypes.c_int64(table.shape[1]), _address(rows.block_row),
-        ctypes.c_int64(param.numel() // BLOCK), torch.get_num_threads(),
+    weights = FORMATS[shard.param.dtype] if shard.master is None else MASTERS[shard.master.dtype]
+    arguments = _Update(
+        _address(shard.param), _address(shard.param if shard.master is None else shard.master), _address(grad),
+        FORMATS[shard.param.dtype], weights, FORMATS[grad.dtype],
+        *(_moment(moment) for moment in shard[2:]),
+        _address(table), _address(keys), _address(rows.origin), _address(rows.block_row),
+        table.shape[1], rows.block_row.numel(), RULES.index(rule), int(l2), torch.get_num_threads(),
     )  # fmt: skip
+    library.zerokern_update(ctypes.byref(arguments))
 
 
 def reduce_(
@@ -62,23 +90,30 @@ def reduce_(
 ) -> None:
     """See the twin, `reference.reduce_`."""
     library = _library()
-    if library is None or shard.numel() % BLOCK or not _knows(library, own.dtype):
+    if library is None or shard.numel() % BLOCK or not _knows(library, shard.dtype, own.dtype):
         reference.reduce_(shard, own, received, partials, rank=rank, scale=scale, accumulate=accumulate)
         return
     chunks = [*received[:rank].unbind(0), own, *received[rank:].unbind(0)]
     addresses = (ctypes.c_void_p * len(chunks))(*(chunk.data_ptr() for chunk in chunks))
     library.zerokern_reduce(
-        _address(shard), addresses, len(chunks), DTYPES[own.dtype], _address(partials), ctypes.c_int64(shard.numel()),
-        ctypes.c_float(scale), int(accumulate), torch.get_num_threads(),
+        _address(shard), FORMATS[shard.dtype], addresses, len(chunks), FORMATS[own.dtype], _address(partials),
+        ctypes.c_int64(shard.numel()), ctypes.c_float(scale), int(accumulate), torch.get_num_threads(),
     )  # fmt: skip
 
 
-def _address(tensor: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
+def _address(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
-def _knows(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
-    return dtype in DTYPES and (dtype != torch.float16 or bool(library.zerokern_has_fp16()))
+def _moment(moment: Moment | None) -> _Moment:
+    if moment is None:
+        return _Moment(None, None, FORMATS[None])
+    return _Moment(_address(moment.values), _address(moment.scale), FORMATS[moment.values.dtype])
+
+
+def _knows(library: ctypes.CDLL, *dtypes: torch.dtype) -> bool:
+    """Return whether the library has these floating formats: fp16 needs a compiler that knows it."""
+    return torch.float16 not in dtypes or bool(library.zerokern_has_fp16())
 
 
 @functools.cache
@@ -88,7 +123,8 @@ def _library() -> ctypes.CDLL | None:
     if compiler is None or os.name != "posix":
         return None
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    identity = "\n".join([SOURCE.read_text(), *FLAGS, compiler, version, platform.machine(), _processor()])
+    sources = [path.read_text() for path in (SOURCE, SOURCE.with_name("vectors.h"))]
+    identity = "\n".join([*sources, *FLAGS, compiler, version, platform.machine(), _processor()])
     folder = _cache_folder()
     path = folder / f"native-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.so"
     try:

@@ -1,4 +1,4 @@
-"""W chunks -> one fp32 gradient shard, with its sums of squares on the way. Letters: S elements, W ranks."""
+"""W chunks -> one gradient shard, with its sums of squares on the way. Letters: S elements, W ranks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .formats import widen
+from .arguments import BLOCK, PARTIAL
+from .formats import narrow, widen
 from .launch import cdiv, launch
-from .reference import BLOCK, PARTIAL
 
 
 @triton.jit(do_not_specialize=["numel", "received_stride", "rank", "num_received"])
@@ -32,10 +32,11 @@ def reduce_kernel(
     Maths:      shard = [shard +] (((chunk_0 + chunk_1) + ...) + chunk_{W-1}) * scale;  partial = sum(shard ** 2)
     Grid:       (cdiv(S, PARTIAL),); program i owns elements [i * PARTIAL, (i + 1) * PARTIAL) and partial i.
     Reads:      own [S], received [W - 1, S] in the wire dtype, shard [S]     bytes per element: W * wire + shard
-                shard fp32 is read only to ACCUMULATE; otherwise its term is 0.
-    Writes:     shard [S] fp32                                                bytes per element: 4
+                shard, fp32 or 16-bit, is read only to ACCUMULATE; otherwise its term is 0.
+    Writes:     shard [S]                                                     bytes per element: out
                 partials [cdiv(S, PARTIAL)] fp64, 8 bytes per program.
-    Computes:   sums in fp32, every operation rounded on its own; squares exact in fp64, their sum in fp64.
+    Computes:   sums in fp32, every operation rounded on its own, then to the shard's dtype; of what is stored, squares
+                exact in fp64, their sum in fp64.
     Masks:      elements from S on are neither read nor written, and add nothing to the sum of squares.
     Twin:       reference.reduce_
     """
@@ -65,10 +66,11 @@ def reduce_kernel(
         index += 1
     total *= scale
     if ACCUMULATE:
-        total += tl.load(shard_ptr + offsets, mask=inside)
-    tl.store(shard_ptr + offsets, total, mask=inside)
+        total += widen(tl.load(shard_ptr + offsets, mask=inside))
+    stored = narrow(total, shard_ptr.dtype.element_ty)
+    tl.store(shard_ptr + offsets, stored, mask=inside)
 
-    wide = tl.where(inside, total, 0.0).to(tl.float64)
+    wide = tl.where(inside, widen(stored), 0.0).to(tl.float64)
     tl.store(partials_ptr + program, tl.sum(wide * wide))
 
 

@@ -1,60 +1,23 @@
 """The kernels in plain torch: the numeric specification, the CPU path and the oracle of every test.
 
-Letters: S elements of a shard (a multiple of BLOCK), W ranks, R parameters (rows of the scalar table), G param groups.
+Letters: S elements of a shard (a multiple of BLOCK), W ranks, R parameters (columns of the scalar table), G groups.
 
 Each function is the twin of the Triton kernel of the same name: the same arguments, and for element-wise results the
-    same
-bits. The rules that make this possible: every fp32 operation is rounded on its own (no contraction into FMA), square
-roots and quotients are correctly rounded, scalars are formed in fp64 and rounded once.
+same bits. The rules that make this possible: every fp32 operation is rounded on its own (no contraction into FMA),
+square roots and quotients are correctly rounded, scalars are formed in fp64 and rounded once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-BLOCK = 64
-"""Elements per row of `block_row`: slots start at multiples of it, so a block never holds two parameters."""
-
-PARTIAL = 4096
-"""Elements whose squares share one fp64 partial sum."""
-
-CHUNK = 4 * PARTIAL
-"""Elements per pass on the CPU: 64 KiB of fp32 stay in the L2 cache and below malloc's mmap threshold."""
-
-HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "sign", "decoupled")
-"""Columns of `hyper`, fp64 [G, 7]. sign is -1 to maximize; decoupled is 1 for AdamW, 0 for L2 regularisation."""
-
-TABLE = (
-    "coef", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "step_size", "inv_sqrt_c2",
-    "eps", "decay", "l2", "active",
-)  # fmt: skip
-"""Rows of the scalar table, fp32 [11, R]: what one parameter's update needs beside its elements."""
-
-STEP_BITS = 40
-"""Bits of a step counter that the power by squaring looks at."""
-
-
-class RowMap(NamedTuple):
-    """Which parameter each block of a shard belongs to."""
-
-    block_row: Tensor
-    """int32 [S / BLOCK], on the shard's device: the row of each block."""
-
-    runs: tuple[tuple[int, int, int], ...]
-    """The same on the host, for the CPU: (first block, end block, row) of each stretch of one parameter."""
-
-
-def sqrt_rn(x: Tensor) -> Tensor:
-    """Return the correctly rounded fp32 square root.
-
-    torch's vectorised fp32 square root on the CPU misses the last bit now and then. The fp64 root of an fp32
-    number is never so close to the middle of two fp32 numbers that rounding it once more could go wrong.
-    """
-    return x.double().sqrt_().float()
+from . import codecs
+from .arguments import BLOCK, CHUNK, PARTIAL, STEP_BITS, TABLE, RowMap, Rule, Shard
+from .rules import RULES
+from .storage import load_moment, load_weights, part_of, store_moment, store_weights
 
 
 def pack_(destinations: Sequence[Tensor], sources: Sequence[Tensor], scale: float = 1.0) -> None:
@@ -80,7 +43,8 @@ def reduce_(
     shard = [shard +] (((chunk_0 + chunk_1) + ...) + chunk_{W-1}) * scale, every operation rounded to fp32.
 
     Args:
-        shard: fp32 [S]. Written; read first if `accumulate`. May be the same memory as `own`.
+        shard: [S], fp32 (or 16-bit, rounded once, at the end). Written; read first if `accumulate`. May be the same
+            memory as `own`.
         own: [S], this rank's chunk, in the wire dtype.
         received: [W - 1, S], the chunks of the other ranks in rank order, in the wire dtype.
         partials: fp64 [ceil(S / PARTIAL)]. Written: the sum of squares of each PARTIAL elements of the new shard. It is
@@ -101,6 +65,7 @@ def reduce_(
         if accumulate:
             total.add_(shard[window])
         shard[window].copy_(total)
+        total = shard[window].float()
         square_sums(partials[start // PARTIAL : (start + CHUNK) // PARTIAL], total)
 
 
@@ -116,11 +81,14 @@ def square_sums(partials: Tensor, values: Tensor) -> None:
 
 def scalars_(
     table: Tensor,
+    keys: Tensor,
     steps: Tensor,
     report: Tensor,
     *,
+    rule: Rule,
     hyper: Tensor,
     group_of_row: Tensor,
+    seeds: Tensor,
     gathered: Tensor,
     limits: Tensor,
 ) -> None:
@@ -131,11 +99,14 @@ def scalars_(
     step is skipped on every rank, since every rank computes this from the same gathered words.
 
     Args:
-        table: fp32 [11, R], rows as in TABLE. Written.
+        table: fp32 [12, R], rows as in TABLE. Written.
+        keys: int64 [R], what the random bits of this parameter's elements derive from at this step. Written.
         steps: int64 [R]. Updates made so far, per parameter. Incremented where active.
         report: fp64 [3]: total norm of the gradients, clip coefficient, number of skipped steps (incremented).
-        hyper: fp64 [G, 7], columns as in HYPER.
+        rule: whose scalars to form.
+        hyper: fp64 [G, 8], columns as in HYPER.
         group_of_row: int64 [R].
+        seeds: int64 [R], a hash of the user's seed and the parameter's index, the same in every layout.
         gathered: int64 [W, 1 + ceil(R / 32)], a row per rank: the bits of the fp64 sum of squares of its shards,
             then its used bits, 32 to a word.
         limits: fp64 [2]: largest norm (infinity: no clipping), loss scale.
@@ -150,19 +121,27 @@ def scalars_(
     used = ((gathered[:, 1 + rows // 32] >> (rows % 32)) & 1).amax(dim=0).bool()
     active = used & finite
     steps.add_(active)
-    lr, beta1, beta2, eps, weight_decay, sign, decoupled = hyper[group_of_row].unbind(1)
-    c1, c2 = (1.0 - integer_power(torch.stack((beta1, beta2)), steps)).unbind(0)
+    keys.copy_(codecs.mix64(seeds + steps * codecs.GOLDEN))
+    lr, beta1, beta2, eps, weight_decay, sign, decoupled, nesterov = hyper[group_of_row].unbind(1)
+    one_minus_beta1, one_minus_beta2 = 1.0 - beta1, 1.0 - beta2
+    step_size, inv_sqrt_c2 = lr, torch.ones_like(lr)
+    if rule == "adam":
+        c1, c2 = (1.0 - integer_power(torch.stack((beta1, beta2)), steps)).unbind(0)
+        step_size, inv_sqrt_c2 = lr / c1, 1.0 / c2.sqrt()
+    if rule == "sgd":  # the first momentum is the gradient itself
+        one_minus_beta1 = torch.where(steps > 1, 1.0 - beta2, 1.0)
     columns = (
         sign * (clip / limits[1]),
         beta1,
-        1.0 - beta1,
+        one_minus_beta1,
         beta2,
-        1.0 - beta2,
-        lr / c1,
-        1.0 / c2.sqrt(),
+        one_minus_beta2,
+        step_size,
+        inv_sqrt_c2,
         eps,
         1.0 - decoupled * (lr * weight_decay),
         (1.0 - decoupled) * weight_decay,
+        nesterov,
         active,
     )
     for row, column in zip(table.unbind(0), columns, strict=True):
@@ -186,68 +165,47 @@ def integer_power(base: Tensor, exponent: Tensor) -> Tensor:
     return power
 
 
-def adamw_(
-    param: Tensor,
-    master: Tensor | None,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
+def update_(
+    shard: Shard,
     grad: Tensor,
     *,
+    rule: Rule,
     table: Tensor,
+    keys: Tensor,
     rows: RowMap,
     l2: bool = False,
 ) -> None:
     """Update one shard in one pass: unscale, clip, moments, decay, master weight, parameter.
 
     Args:
-        param: [S], this rank's slot of the gather buffer. fp32, bf16 or fp16. Written.
-        master: fp32 [S], or None if `param` is fp32 and its own master. Updated.
-        exp_avg, exp_avg_sq: fp32 [S]. Updated.
+        shard: parameters and optimizer state, in any of their formats. Written; inactive parameters keep their bits.
         grad: [S], fp32, bf16 or fp16. Not modified.
-        table: fp32 [11, R], rows as in TABLE.
-        rows: the table column of each block of 64 elements.
-        l2: some parameter adds weight_decay * p to its gradient (Adam) instead of decaying p.
+        rule: "adam", "lion" or "sgd".
+        table: fp32 [12, R], rows as in TABLE.
+        keys: int64 [R], from `scalars_`.
+        rows: the parameter of each block of 64 elements.
+        l2: some parameter adds weight_decay * p to its gradient (Adam, SGD) instead of decaying p.
     """
-    weights = param if master is None else master
-    for first, end, row in rows.runs:
-        columns = table[:, row].unbind(0)
-        for start in range(first * BLOCK, end * BLOCK, CHUNK):
-            window = slice(start, min(start + CHUNK, end * BLOCK))
-            w, m, v = weights[window], exp_avg[window], exp_avg_sq[window]
-            updated = adamw_elements(w, m, v, grad[window], columns, l2, sqrt_rn)
-            for tensor, value in zip((w, m, v), updated, strict=True):
-                tensor.copy_(value)
-            if master is not None:
-                param[window].copy_(master[window])
-
-
-def adamw_elements(
-    weight: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    grad: Tensor,
-    columns: Sequence[Tensor],
-    l2: bool,
-    sqrt: Callable[[Tensor], Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the updated (weight, exp_avg, exp_avg_sq), fp32. This is the whole specification of the update.
-
-    Args:
-        weight, exp_avg, exp_avg_sq: fp32, one shape.
-        grad: the same shape, any floating dtype.
-        columns: the rows of the scalar table in the order of TABLE, broadcastable with `weight`.
-        l2: as in `adamw_`.
-        sqrt: a correctly rounded fp32 square root.
-    """
-    coef, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, inv_sqrt_c2, eps, decay, l2_decay, active = columns
-    g = grad.float() * coef
-    if l2:
-        g = torch.where(l2_decay != 0, g + l2_decay * weight, g)
-    m = beta1 * exp_avg + one_minus_beta1 * g
-    v = beta2 * exp_avg_sq + one_minus_beta2 * (g * g)
-    w = weight * decay - (m * step_size) / (sqrt(v) * inv_sqrt_c2 + eps)
-    on = active != 0
-    return torch.where(on, w, weight), torch.where(on, m, exp_avg), torch.where(on, v, exp_avg_sq)
+    for first, end, row, origin in rows.runs:
+        columns = dict(zip(TABLE, table[:, row].unbind(0), strict=True))
+        for start in range(first, end, CHUNK // BLOCK):
+            blocks = slice(start, min(start + CHUNK // BLOCK, end))
+            inside = slice(blocks.start * BLOCK, blocks.stop * BLOCK)
+            part = part_of(shard, blocks)
+            before = [tensor.clone() for tensor in part.tensors()]
+            indices = torch.arange(blocks.start + origin, blocks.stop + origin, device=grad.device)
+            for_moments, for_weights = codecs.random_words(keys[row], indices)
+            w, m, v, largest = load_weights(part), *map(load_moment, part[2:], (codecs.E3M4, codecs.UE3M5, None))
+            g = grad[inside].float() * columns["coef"]
+            if l2:
+                g = torch.where(columns["l2"] != 0, g + columns["l2"] * w, g)
+            w, m, v, largest = RULES[rule](w, m, v, largest, g, columns)
+            store_moment(part.exp_avg, m, for_moments & 0xFFFF, codecs.E3M4)
+            store_moment(part.exp_avg_sq, v, for_moments >> 16, codecs.UE3M5)
+            store_moment(part.max_exp_avg_sq, largest, for_weights & 0xFFFF, None)
+            store_weights(part, w, for_weights >> 16)
+            for tensor, old in zip(part.tensors(), before, strict=True):
+                tensor.copy_(torch.where(columns["active"] != 0, tensor, old))
 
 
 def cast_(out: Tensor, source: Tensor) -> None:

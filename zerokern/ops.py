@@ -6,19 +6,20 @@ each computes is written at its twin in `kernels/reference.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from . import config
-from .kernels import native, reference
-from .kernels.reference import BLOCK, HYPER, PARTIAL, TABLE, RowMap
+from .kernels import codecs, native, reference, storage
+from .kernels.arguments import BLOCK, HYPER, PARTIAL, TABLE, Moment, RowMap, Rule, Shard, check_states
 
 __all__ = [
-    "BLOCK", "HYPER", "PARTIAL", "TABLE", "RowMap",
-    "adamw_", "cast_", "check_backend", "pack_", "partials_numel", "reduce_", "scalars_",
+    "BLOCK", "HYPER", "PARTIAL", "TABLE", "Moment", "RowMap", "Rule", "Shard",
+    "cast_", "check_backend", "load_state_", "pack_", "partials_numel", "reduce_", "refresh_master_", "scalars_",
+    "seed_of", "store_state_", "update_",
 ]  # fmt: skip
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -73,11 +74,11 @@ def reduce_(
     accumulate: bool = False,
     backend: config.Backend | None = None,
 ) -> None:
-    """Sum the chunks of W ranks in rank order into an fp32 shard; leave its sums of squares. See `reference.reduce_`.
+    """Sum the chunks of W ranks in rank order into a shard; leave its sums of squares. See `reference.reduce_`.
 
     Raises:
         ValueError: sizes that do not match, or tensors on several devices.
-        TypeError: shard not fp32, partials not fp64, or chunks of two dtypes.
+        TypeError: shard not fp32, bf16 or fp16, partials not fp64, or chunks of two dtypes.
     """
     _check_flat("reduce_", shard, own)
     if received.shape[1:] != own.shape or received.stride(1) != 1 or not 0 <= rank <= received.shape[0]:
@@ -88,7 +89,7 @@ def reduce_(
         raise ValueError(
             f"reduce_: {partials.numel()} partials for {shard.numel()} elements; need {partials_numel(shard.numel())}"
         )
-    if shard.dtype != torch.float32 or partials.dtype != torch.float64 or received.dtype != own.dtype:
+    if shard.dtype not in FLOATS or partials.dtype != torch.float64 or received.dtype != own.dtype:
         raise TypeError(
             f"reduce_: shard {shard.dtype}, partials {partials.dtype}, chunks {own.dtype} and {received.dtype}"
         )
@@ -100,11 +101,14 @@ def reduce_(
 
 def scalars_(
     table: Tensor,
+    keys: Tensor,
     steps: Tensor,
     report: Tensor,
     *,
+    rule: Rule,
     hyper: Tensor,
     group_of_row: Tensor,
+    seeds: Tensor,
     gathered: Tensor,
     limits: Tensor,
     backend: config.Backend | None = None,
@@ -121,46 +125,102 @@ def scalars_(
     for name, tensor in (("table", table), ("steps", steps), ("hyper", hyper), ("gathered", gathered)):
         if not tensor.is_contiguous():
             raise ValueError(f"scalars_: {name} has strides {tensor.stride()}; it must be contiguous")
-    _check_device("scalars_", table, steps, report, hyper, group_of_row, gathered, limits)
+    _check_device("scalars_", table, keys, steps, report, hyper, group_of_row, seeds, gathered, limits)
     _implementation(table, "scalars", backend).scalars_(
-        table, steps, report, hyper=hyper, group_of_row=group_of_row, gathered=gathered, limits=limits
-    )
+        table, keys, steps, report, rule=rule,
+        hyper=hyper, group_of_row=group_of_row, seeds=seeds, gathered=gathered, limits=limits,
+    )  # fmt: skip
 
 
-def adamw_(
-    param: Tensor,
-    master: Tensor | None,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
+def update_(
+    shard: Shard,
     grad: Tensor,
     *,
+    rule: Rule,
     table: Tensor,
+    keys: Tensor,
     rows: RowMap,
     l2: bool = False,
     backend: config.Backend | None = None,
 ) -> None:
-    """Update one shard in one pass. See `reference.adamw_`.
+    """Update one shard in one pass. See `reference.update_`.
 
     Raises:
-        ValueError: sizes that do not match, tensors on several devices, a 16-bit parameter without a master.
-        TypeError: a master or moment that is not fp32.
+        ValueError: sizes that do not match, tensors on several devices, or states that the rule does not have.
+        TypeError: a storage format that the kernels do not know.
     """
-    weights = param if master is None else master
-    _check_flat("adamw_", param, weights, exp_avg, exp_avg_sq, grad)
-    if not weights.dtype == exp_avg.dtype == exp_avg_sq.dtype == torch.float32:
-        raise TypeError(
-            f"adamw_: weights {weights.dtype} and moments {exp_avg.dtype}, {exp_avg_sq.dtype} must be "
-            "fp32; give a master"
-        )
-    if rows.block_row.numel() * BLOCK != param.numel():
+    moments = [moment for moment in shard[2:] if moment is not None]
+    _check_flat("update_", shard.param, *([] if shard.master is None else [shard.master]), grad)
+    _check_flat("update_", shard.param, *(moment.values for moment in moments))
+    check_states(rule, shard)
+    _check_float("update_", shard.param, grad)
+    if rows.block_row.numel() * BLOCK != shard.param.numel():
         raise ValueError(
-            f"adamw_: {rows.block_row.numel()} blocks of {BLOCK} do not make {param.numel()} elements; pad the shard"
+            f"update_: {rows.block_row.numel()} blocks of {BLOCK} do not make {shard.param.numel()} elements; "
+            "pad the shard"
         )
-    _check_float("adamw_", param, grad)
-    _check_device("adamw_", param, weights, exp_avg, exp_avg_sq, grad, table, rows.block_row)
-    if param.numel():
-        implementation = _implementation(param, "adamw", backend)
-        implementation.adamw_(param, master, exp_avg, exp_avg_sq, grad, table=table, rows=rows, l2=l2)
+    _check_device("update_", *shard.tensors(), grad, table, keys, rows.block_row, rows.origin)
+    if shard.param.numel():
+        implementation = _implementation(shard.param, "update", backend)
+        implementation.update_(shard, grad, rule=rule, table=table, keys=keys, rows=rows, l2=l2)
+
+
+STATE_CHUNK = 2**13
+"""Blocks that checkpoints convert at a time: formats are taken apart in int64, some 30 MiB of it for these."""
+
+
+def load_state_(out: Tensor, shard: Shard, name: str) -> None:
+    """Write a state of a shard to `out` as fp32. Exact: `store_state_` makes the same state of it.
+
+    Args:
+        out: fp32 [S]. Written.
+        shard: as in `update_`.
+        name: "master", "exp_avg", "exp_avg_sq" or "max_exp_avg_sq".
+    """
+    for blocks, part in _parts(shard):
+        inside = out[blocks.start * BLOCK : blocks.stop * BLOCK]
+        if name == "master":
+            inside.copy_(storage.load_weights(part))
+        else:
+            moment = storage.load_moment(getattr(part, name), _FORM[name])
+            assert moment is not None
+            inside.copy_(moment)
+
+
+def store_state_(shard: Shard, name: str, values: Tensor) -> None:
+    """Round fp32 values [S] to the format of a state of a shard, to nearest. Arguments as for `load_state_`."""
+    for blocks, part in _parts(shard):
+        inside = values[blocks.start * BLOCK : blocks.stop * BLOCK]
+        if name == "master":
+            storage.store_master(part, inside)
+        else:
+            storage.store_moment(getattr(part, name), inside, None, _FORM[name])
+
+
+def refresh_master_(shard: Shard) -> None:
+    """Let master weights follow parameters that somebody else wrote, and keep the low bits of those nobody did."""
+    for _, part in _parts(shard):
+        storage.refresh_master(part)
+
+
+_FORM = {"exp_avg": codecs.E3M4, "exp_avg_sq": codecs.UE3M5, "max_exp_avg_sq": None}
+
+
+def _parts(shard: Shard) -> Iterator[tuple[slice, Shard]]:
+    for start in range(0, shard.param.numel() // BLOCK, STATE_CHUNK):
+        blocks = slice(start, min(start + STATE_CHUNK, shard.param.numel() // BLOCK))
+        yield blocks, storage.part_of(shard, blocks)
+
+
+def seed_of(seed: int, index: int) -> int:
+    """Return the int64 seed of a parameter's random bits.
+
+    Args:
+        seed: the user's.
+        index: position of the parameter in the optimizer's param groups, which no layout changes.
+    """
+    word = torch.tensor((seed + index * codecs.GOLDEN + 2**63) % 2**64 - 2**63)
+    return int(codecs.mix64(word))
 
 
 def cast_(out: Tensor, source: Tensor, *, backend: config.Backend | None = None) -> None:
@@ -187,11 +247,11 @@ def _implementation(tensor: Tensor, name: str, backend: config.Backend | None) -
             raise ValueError(
                 f"{name}: backend 'native' was given a tensor on {tensor.device}; it runs on the CPU: use 'triton'"
             )
-        return native if name in ("adamw", "reduce") and native.available() else reference
+        return native if name in ("update", "reduce") and native.available() else reference
     if choice == "torch":
         return reference
     # Importing Triton takes a second: only where it is used.
-    from .kernels import adamw, cast, launch, pack, reduce, scalars
+    from .kernels import cast, launch, pack, reduce, scalars, update
 
     if not tensor.is_cuda and not launch.INTERPRETED:
         raise ValueError(
@@ -199,7 +259,7 @@ def _implementation(tensor: Tensor, name: str, backend: config.Backend | None) -
             "use backend 'torch', or set TRITON_INTERPRET=1 before Python starts, for Triton's interpreter"
         )
     modules: dict[str, ModuleType] = {
-        "adamw": adamw, "cast": cast, "pack": pack, "reduce": reduce, "scalars": scalars,
+        "cast": cast, "pack": pack, "reduce": reduce, "scalars": scalars, "update": update,
     }  # fmt: skip
     return modules.get(name, launch)
 

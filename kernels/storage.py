@@ -1,0 +1,130 @@
+"""A shard's weights and moments between their storage formats and fp32, in plain torch, on any device.
+
+Besides the reference, checkpoints use this: what leaves the optimizer is fp32, and comes back as the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import codecs
+from .arguments import BLOCK, Moment, Shard
+from .rules import sqrt_rn
+
+
+def part_of(shard: Shard, blocks: slice) -> Shard:
+    """Return views of some blocks of a shard."""
+    inside = slice(blocks.start * BLOCK, blocks.stop * BLOCK)
+
+    def moment(whole: Moment | None) -> Moment | None:
+        if whole is None:
+            return None
+        return Moment(whole.values[inside], None if whole.scale is None else whole.scale[blocks])
+
+    master = None if shard.master is None else shard.master[inside]
+    return Shard(shard.param[inside], master, *map(moment, shard[2:]))
+
+
+def load_weights(shard: Shard) -> Tensor:
+    """Return the weights of a shard at their full precision, fp32 [S]. Exact."""
+    if shard.master is None:
+        return shard.param.float()
+    if shard.master.dtype == torch.int16:
+        return codecs.join32(shard.param, shard.master)
+    if shard.master.dtype == torch.int8:
+        return codecs.join24(shard.param, shard.master)
+    return shard.master
+
+
+def store_weights(shard: Shard, weights: Tensor, random: Tensor | None) -> None:
+    """Write weights, fp32 [S], to master and parameter.
+
+    Args:
+        shard: its `param` and `master` are written.
+        weights: fp32 [S].
+        random: int64 [S], 16 random bits each; None rounds to nearest.
+    """
+    if shard.master is None and shard.param.dtype == torch.bfloat16 and random is not None:
+        shard.param.copy_(codecs.bf16_stochastic(weights, random))
+    elif shard.master is not None and shard.master.dtype != torch.float32:
+        if shard.master.dtype == torch.int8:
+            random = torch.full_like(weights, 0x80, dtype=torch.int64) if random is None else random
+            high, low = codecs.split24(weights, random)
+        else:
+            high, low = codecs.split32(weights)
+        shard.param.copy_(high)
+        shard.master.copy_(low)
+    else:
+        shard.param.copy_(weights)
+        if shard.master is not None:
+            shard.master.copy_(weights)
+
+
+def store_master(shard: Shard, weights: Tensor) -> None:
+    """Write fp32 weights [S] to the master alone. The parameter is left to whoever owns it.
+
+    A split master only holds what bf16 parameters lack, so it fits when these are, or become, the weights' rounding.
+    """
+    if shard.master is None:
+        return
+    if shard.master.dtype == torch.float32:
+        shard.master.copy_(weights)
+        return
+    high, low = codecs.split32(weights)
+    if shard.master.dtype == torch.int8:
+        odd = high.view(torch.int16) & 1 == 1
+        low = (low.long() + 0x80 >> 8).clamp(max=0x7F)
+        low = torch.where(odd & (low == -0x80), -0x7F, low)  # an odd bf16 has no lower tie
+    shard.master.copy_(low)
+
+
+def refresh_master(shard: Shard) -> None:
+    """Let the master follow parameters that somebody else wrote, and keep the low bits of those nobody did."""
+    if shard.master is None:
+        return
+    weights = load_weights(shard)
+    untouched = weights.to(shard.param.dtype) == shard.param
+    kept = shard.master if shard.master.dtype == torch.float32 else shard.master.float()
+    fresh = shard.param.float() if shard.master.dtype == torch.float32 else torch.zeros_like(kept)
+    shard.master.copy_(torch.where(untouched, kept, fresh))
+
+
+def load_moment(moment: Moment | None, form: codecs.Format8 | None) -> Tensor | None:
+    """Return a moment, fp32 [S]; None if there is none. Exact.
+
+    Args:
+        moment: as stored.
+        form: E3M4 for a first moment. UE3M5 for a second one, of which blocks hold the root.
+    """
+    if moment is None:
+        return None
+    if moment.scale is None:
+        return moment.values.float()
+    assert form is not None
+    x = codecs.decode8(moment.values, moment.scale, form)
+    return x if form.signed else x * x
+
+
+def store_moment(moment: Moment | None, x: Tensor | None, random: Tensor | None, form: codecs.Format8 | None) -> None:
+    """Write a moment, fp32 [S], where there is one.
+
+    Args:
+        moment: written.
+        x: fp32 [S].
+        random: int64 [S], 16 random bits each; None rounds to nearest (ties up).
+        form: as for `load_moment`.
+    """
+    if moment is None or x is None:
+        return
+    if random is None:
+        random = torch.full_like(x, 0x8000, dtype=torch.int64)
+    if moment.scale is not None:
+        assert form is not None
+        codes, scale = codecs.encode8(x if form.signed else sqrt_rn(x), random, form)
+        moment.values.copy_(codes)
+        moment.scale.copy_(scale)
+    elif moment.values.dtype == torch.bfloat16:
+        moment.values.copy_(codecs.bf16_stochastic(x, random))
+    else:
+        moment.values.copy_(x)
