@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from . import ops
+from .config import Precision
 from .layout import Bucket
 
 
@@ -21,7 +22,7 @@ class Memory:
     gradients: int
     """Full or sharded gradients that outlive the backward pass."""
     master: int
-    """fp32 master weights of 16-bit parameters."""
+    """What makes 16-bit parameters precise: fp32 masters, or the low bits of split ones."""
     moments: int
     buffers: int
     """Scratch memory in use now: gathered units, buckets and chunks under way. 0 between steps."""
@@ -91,6 +92,18 @@ def view_in(flat: Tensor, start: int, shape: Sequence[int], stride: Sequence[int
     return flat.as_strided(tuple(shape), tuple(stride), flat.storage_offset() + start)
 
 
+MASTER = {"fp32": torch.float32, "split32": torch.int16, "split24": torch.int8, "none": None}
+"""What is stored beside a 16-bit parameter."""
+
+
+def empty_moment(like: Tensor, kind: str) -> ops.Moment:
+    """Return a moment of zeros for a flat tensor, in one of the formats of `Precision.moments`."""
+    if kind == "8bit":
+        scale = torch.full((like.numel() // ops.BLOCK,), 127, dtype=torch.uint8, device=like.device)  # 2 ** 0
+        return ops.Moment(torch.zeros_like(like, dtype=torch.uint8), scale)
+    return ops.Moment(torch.zeros_like(like, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[kind]))
+
+
 class ParameterBucket:
     """One bucket's parameters and optimizer state on one rank.
 
@@ -98,7 +111,16 @@ class ParameterBucket:
     and 2 it lives forever; in stage 3 its storage is emptied between uses and `own` is a separate tensor.
     """
 
-    def __init__(self, bucket: Bucket, params: Sequence[nn.Parameter], rank: int, *, sharded: bool) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        params: Sequence[nn.Parameter],
+        rank: int,
+        *,
+        sharded: bool,
+        precision: Precision,
+        moments: Mapping[str, str],
+    ) -> None:
         """Copy the parameters (in slot order) into the bucket and make them views of it.
 
         Args:
@@ -106,6 +128,8 @@ class ParameterBucket:
             params: one for each slot.
             rank: whose shard to keep.
             sharded: stage 3: keep only the shard. The caller releases `full` when all is set up.
+            precision: the formats of the state.
+            moments: the rule's states, by torch's names, and which tensors of `shard` they are.
         """
         self.bucket = bucket
         self.params = list(params)
@@ -121,13 +145,18 @@ class ParameterBucket:
         own = self.full[bucket.shard(rank)]
         self.own = own.clone() if sharded else own
         self.sharded = sharded
-        self.master: Tensor | None = None
-        self.exp_avg = self.exp_avg_sq = self.own.new_empty(0)
-        if bucket.trainable:
-            self.exp_avg, self.exp_avg_sq = (torch.zeros_like(self.own, dtype=torch.float32) for _ in range(2))
-            if first.dtype != torch.float32:
-                self.master = torch.empty_like(self.own, dtype=torch.float32)
-                ops.cast_(self.master, self.own)
+        self.moments = moments if bucket.trainable else {}
+        master = MASTER[precision.master] if bucket.trainable and first.dtype != torch.float32 else None
+        self.shard = ops.Shard(
+            self.own,
+            None if master is None else torch.zeros_like(self.own, dtype=master),
+            *(
+                empty_moment(self.own, precision.moments) if field in self.moments.values() else None
+                for field in ops.Shard._fields[2:]
+            ),
+        )
+        """Parameters and optimizer state of this rank, in their formats."""
+        ops.refresh_master_(self.shard)
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """Return a parameter-shaped view of a buffer of this layout for each slot."""
@@ -136,25 +165,33 @@ class ParameterBucket:
             for slot, param, stride in zip(self.bucket.slots, self.params, self.strides, strict=True)
         ]
 
-    def row_map(self, row_of: dict[int, int]) -> ops.RowMap:
-        """Return which scalar-table row each block of the shard uses, given the row of each parameter."""
-        runs = tuple((first, end, row_of[param]) for first, end, param in self.bucket.runs(self.rank))
-        rows = [row for first, end, row in runs for _ in range(end - first)]
-        return ops.RowMap(torch.tensor(rows, dtype=torch.int32, device=self.full.device), runs)
+    def runs(self, row_of: Mapping[int, int]) -> tuple[tuple[int, int, int, int], ...]:
+        """Return the shard's runs as `ops.RowMap` wants them, given the row of each parameter."""
+        return tuple((first, end, row_of[param], origin) for first, end, param, origin in self.bucket.runs(self.rank))
 
-    def state_pieces(self) -> dict[str, Tensor]:
-        """Return the shards of optimizer state by torch's names; `master` where there is one."""
-        pieces = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-        if self.master is not None:
-            pieces["master"] = self.master
-        return pieces
+    def states(self) -> dict[str, str]:
+        """Return the optimizer's states by torch's names, and which tensors of `shard` they are."""
+        return {**self.moments, **({} if self.shard.master is None else {"master": "master"})}
+
+    def stored(self) -> dict[str, tuple[Tensor, int]]:
+        """Return the tensors that hold the state as they are, and of how many elements each of their entries is."""
+        tensors = {}
+        if self.shard.master is not None:
+            tensors["master"] = self.shard.master, 1
+        for name, field in self.moments.items():
+            moment: ops.Moment = getattr(self.shard, field)
+            tensors[name] = moment.values, 1
+            if moment.scale is not None:
+                tensors[f"{name}_scale"] = moment.scale, ops.BLOCK
+        return tensors
+
+    def is_plain(self) -> bool:
+        """Return whether every state is stored as fp32."""
+        return all(tensor.dtype == torch.float32 for tensor, _ in self.stored().values())
 
     def refresh_master(self) -> None:
-        """Make master weights follow parameters that somebody else wrote, and keep the low bits of those nobody did."""
-        if self.master is not None:
-            rounded = torch.empty_like(self.own)
-            ops.cast_(rounded, self.master)
-            self.master.copy_(torch.where(rounded == self.own, self.master, self.own.float()))
+        """Let the master follow parameters that somebody else wrote, and keep the low bits of those nobody did."""
+        ops.refresh_master_(self.shard)
 
     def check_views(self, name_of: Sequence[str]) -> None:
         """Raise if a parameter no longer is its view of the bucket, as after `model.to(...)`.

@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import layout, ops
 from .comm import Comm
 from .config import Buckets, Precision
+from .rules import UpdateRule, is_nonzero
 from .stages.units import unit_of_params
-from .stages.zero1 import Zero1
+from .stages.zero1 import Place, Zero1
 from .stages.zero2 import Zero2
 from .stages.zero3 import Zero3
 
@@ -117,19 +118,45 @@ def check_hyper(group: Mapping[str, Any]) -> None:
     Raises:
         ValueError: says the value and the rule.
     """
-    for name in ("amsgrad", "differentiable"):
-        if group[name]:
-            raise ValueError(f"{name}=True is not available in zerokern; leave it False")
-    for name in ("lr", "eps", "weight_decay"):
-        value = group[name]
+    if group.get("differentiable"):
+        raise ValueError("differentiable=True is not available in zerokern; leave it False")
+    for name in ("lr", "eps", "weight_decay", "momentum"):
+        value = group.get(name, 0.0)
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ValueError(f"{name} is a tensor of shape {tuple(value.shape)}; it must hold one number")
         elif not value >= 0:
             raise ValueError(f"{name}={value}: it must not be negative or NaN")
-    for index, beta in enumerate(group["betas"]):
+    dampening = group.get("dampening", 0.0)
+    if group.get("nesterov") and (dampening != 0 or not is_nonzero(group["momentum"])):
+        raise ValueError(
+            f"nesterov=True with momentum={group['momentum']} and dampening={dampening}: it needs a momentum and zero "
+            "dampening"
+        )
+    for index, beta in enumerate(group.get("betas", ())):
         if not isinstance(beta, Tensor) and not 0.0 <= beta < 1.0:
             raise ValueError(f"betas[{index}]={beta}: it must be in [0, 1)")
+
+
+def check_precision(groups: Sequence[Mapping[str, Any]], rule: UpdateRule, precision: Precision) -> None:
+    """Refuse formats that cannot hold what the rule or the parameters need.
+
+    Raises:
+        ValueError: names the option, what it cannot hold and what can.
+    """
+    if "max_exp_avg_sq" in rule.moments and precision.moments == "8bit":
+        raise ValueError(
+            "amsgrad=True is not available with Precision(moments='8bit'): a running maximum does not last in blocks "
+            "whose scale moves; use moments='bf16' or 'fp32', or amsgrad=False"
+        )
+    if precision.master == "fp32":
+        return
+    for param in (p for group in groups for p in group["params"]):
+        if param.requires_grad and param.dtype == torch.float16:
+            raise ValueError(
+                f"Precision(master={precision.master!r}) needs bfloat16 (or float32) parameters, and one of shape "
+                f"{tuple(param.shape)} is float16; use master='fp32', or cast the model to bfloat16"
+            )
 
 
 def plan(
@@ -137,23 +164,25 @@ def plan(
     stage: int,
     model: nn.Module | None,
     comm: Comm,
+    rule: UpdateRule,
     precision: Precision,
     buckets: Buckets,
 ) -> Plan:
     """Lay out the parameters and have all ranks agree on it.
 
     Raises:
-        ValueError: on all ranks, if their layouts differ.
+        ValueError: on all ranks, if their layouts, rules or precisions differ.
     """
+    check_precision(groups, rule, precision)
     ops.check_backend(next(param for group in groups for param in group["params"]))
     names: dict[int, str] = {}
-    group_of: dict[int, int] = {}
+    place_of: dict[int, Place] = {}
     params: list[nn.Parameter] = []
     for index, group in enumerate(groups):
         for position, param in enumerate(group["params"]):
             given = group.get("param_names")
             names[id(param)] = given[position] if given else f"{index}.{position}"
-            group_of[id(param)] = index
+            place_of[id(param)] = Place(index, len(params))
             params.append(param)
     sharded = stage == 3 and comm.world > 1
     units: dict[int, str] = {}
@@ -173,16 +202,17 @@ def plan(
     chosen = layout.by_unit(specs, comm.world) if sharded else layout.bucketed(specs, comm.world, buckets.bytes)
     lines = [
         *chosen.lines(),
-        *(f"group of {s.name!r}: {group_of.get(id(p), -1)}" for s, p in zip(specs, params, strict=True)),
+        f"update rule {rule.kernel} with {list(rule.moments)}, {precision}",
+        *(f"group of {s.name!r}: {place_of.get(id(p))}" for s, p in zip(specs, params, strict=True)),
     ]
     comm.check_agreement(layout.fingerprint(lines), lines, params[0].device)
-    numbers = [group_of.get(id(p), -1) for p in params]
+    places = [place_of.get(id(p), Place(-1, -1)) for p in params]
 
     def coordinator() -> Zero1:
         if sharded:
             assert model is not None
-            return Zero3(chosen, params, numbers, comm, precision, buckets, model=model)
-        return (Zero1 if stage == 1 else Zero2)(chosen, params, numbers, comm, precision, buckets)
+            return Zero3(chosen, params, places, comm, rule, precision, buckets, model=model)
+        return (Zero1 if stage == 1 else Zero2)(chosen, params, places, comm, rule, precision, buckets)
 
     return Plan(params, coordinator)
 

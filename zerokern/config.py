@@ -30,22 +30,55 @@ def backend() -> Backend:
     return value  # type: ignore[return-value]
 
 
+Master = Literal["fp32", "split32", "split24", "none"]
+Moments = Literal["fp32", "bf16", "8bit"]
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """How numbers are stored and sent.
+    """How numbers are stored and sent. Every combination is one pass of one kernel; docs/design.md has their bytes.
+
+    Example::
+
+        AdamW(model.parameters(), precision=Precision(master="split32", moments="8bit"))
 
     Raises:
-        ValueError: a dtype is not a floating dtype that the kernels know.
+        ValueError: a value that is none of those below.
     """
+
+    master: Master = "fp32"
+    """What keeps 16-bit parameters precise; fp32 parameters need nothing.
+
+    "fp32": an fp32 copy, 4 bytes. "split32": the 16 bits that a bf16 parameter lacks to fp32, 2 bytes. "split24": 8 of
+    them, 1 byte, rounded stochastically. "none": nothing; a bf16 parameter itself is rounded stochastically."""
+
+    moments: Moments = "fp32"
+    """The moments of every parameter. "fp32": 4 bytes each. "bf16": 2, rounded stochastically, so that small changes
+    are not lost. "8bit": 8-bit floats in blocks of 64 with a power-of-two scale, rounded stochastically: 1.02 bytes."""
 
     wire: torch.dtype | None = None
     """dtype of gradients on the wire and in buckets. None: that of the parameter. Sums are formed in fp32."""
 
+    gradients: torch.dtype = torch.float32
+    """dtype of the reduced gradients, which a rank holds for its shard."""
+
+    seed: int = 0
+    """What stochastic rounding derives from, besides step, parameter and element. torch's generators are not used."""
+
     def __post_init__(self) -> None:
-        if self.wire not in (None, torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(
-                f"Precision(wire={self.wire}): must be None, torch.float32, torch.bfloat16 or torch.float16"
-            )
+        for name, value, allowed in (
+            ("master", self.master, get_args(Master)),
+            ("moments", self.moments, get_args(Moments)),
+            ("wire", self.wire, (None, *FLOATS)),
+            ("gradients", self.gradients, FLOATS),
+        ):
+            if value not in allowed:
+                raise ValueError(
+                    f"Precision({name}={value!r}): must be one of {', '.join(repr(choice) for choice in allowed)}"
+                )
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ValueError(f"Precision(seed={self.seed!r}): must be an integer")
 
 
 @dataclass(frozen=True, kw_only=True)

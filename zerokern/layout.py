@@ -109,10 +109,11 @@ class Bucket:
                 pieces.append(Piece(slot.param, start - cut.start, start - slot.start, end - start))
         return tuple(pieces)
 
-    def runs(self, rank: int) -> tuple[tuple[int, int, int], ...]:
-        """Return (first block, end block, param) of each stretch of one parameter in the shard of `rank`.
+    def runs(self, rank: int) -> tuple[tuple[int, int, int, int], ...]:
+        """Return (first block, end block, param, origin) of each stretch of one parameter in the shard of `rank`.
 
-        They cover the shard: the padding at the end of a bucket counts as part of its last parameter.
+        Block b of the shard is block b + origin of the parameter. The runs cover the shard: the padding at the end of a
+        bucket counts as part of its last parameter.
         """
         first, end = rank * self.shard_numel // BLOCK, (rank + 1) * self.shard_numel // BLOCK
         runs = []
@@ -121,7 +122,7 @@ class Bucket:
             low = max(slot.start // BLOCK, first)
             high = min((self.numel if last else slot.padded_end) // BLOCK, end)
             if low < high:
-                runs.append((low - first, high - first, slot.param))
+                runs.append((low - first, high - first, slot.param, first - slot.start // BLOCK))
         return tuple(runs)
 
 

@@ -1,4 +1,5 @@
-"""Adam and AdamW as torch.optim has them, with optimizer state, gradients or parameters sharded over the ranks."""
+"""Adam, AdamW and SGD as torch.optim has them, and Lion, with optimizer state, gradients or parameters sharded over the
+ranks. Each adds its update rule and nothing else."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from . import rules
 from .config import Buckets, Precision
 from .sharded import ShardedOptimizer
 
@@ -21,17 +23,16 @@ class Adam(ShardedOptimizer):
         optimizer = Adam(model.parameters(), lr=1e-3, stage=2)
 
     Gradients are averaged over the ranks here: do not wrap the model in DistributedDataParallel. Without a process
-        group,
-    the world has one rank and the result is that of torch.
+    group, the world has one rank and the result is that of torch.
 
     Args:
         params: parameters, param groups, or (name, parameter) pairs. All on one device; fp32, bf16 or fp16. 16-bit
-            parameters get fp32 master weights.
+            parameters get fp32 master weights, unless `precision` says otherwise.
         lr: learning rate; a number or a 0-d tensor, read at every step.
         betas: decay of the first and second moment.
         eps: added to the root of the second moment.
         weight_decay: L2 coefficient, or decoupled decay (AdamW).
-        amsgrad: not available: True is refused.
+        amsgrad: divide by the root of the largest second moment so far. Not with 8-bit moments.
         maximize: ascend instead of descend.
         foreach, fused, capturable: accepted for compatibility; the update is always fused and never synchronises.
         differentiable: not available: True is refused.
@@ -40,7 +41,7 @@ class Adam(ShardedOptimizer):
         model: the module whose parameters these are. Stage 3 needs it, to gather units before their forward.
         process_group: ranks to shard over; default: the default group, if there is one.
         mesh: a 1-d DeviceMesh, instead of process_group.
-        precision: dtypes on the wire.
+        precision: formats of master weights, moments and gradients; dtype on the wire.
         buckets: sizes, overlap, units.
         max_grad_norm: clip the total gradient norm at every step; costs no pass of its own.
 
@@ -88,6 +89,7 @@ class Adam(ShardedOptimizer):
         super().__init__(
             params,
             defaults,
+            rules.adam,
             stage=stage,
             model=model,
             process_group=process_group,
@@ -143,6 +145,116 @@ class AdamW(Adam):
             differentiable=differentiable,
             fused=fused,
             decoupled_weight_decay=True,
+            stage=stage,
+            model=model,
+            process_group=process_group,
+            mesh=mesh,
+            precision=precision,
+            buckets=buckets,
+            max_grad_norm=max_grad_norm,
+        )
+
+
+class SGD(ShardedOptimizer):
+    """Stochastic gradient descent with ZeRO sharding. Replaces `torch.optim.SGD`.
+
+    Args:
+        params: as for `Adam`.
+        lr: learning rate; a number or a 0-d tensor, read at every step.
+        momentum: of the buffer; with 0 in every group there is no buffer, and no optimizer state.
+        dampening: the part of a gradient that the momentum does not take.
+        weight_decay: L2 coefficient.
+        nesterov: look ahead by one momentum.
+        maximize, foreach, differentiable, fused: as for `Adam`.
+        stage, model, process_group, mesh, precision, buckets, max_grad_norm: as for `Adam`.
+
+    Raises:
+        ValueError, TypeError: as for `Adam`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float | Tensor = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        stage: int = 1,
+        model: nn.Module | None = None,
+        process_group: ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
+        precision: Precision | None = None,
+        buckets: Buckets | None = None,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+            "foreach": foreach,
+            "differentiable": differentiable,
+            "fused": fused,
+        }
+        super().__init__(
+            params,
+            defaults,
+            rules.sgd,
+            stage=stage,
+            model=model,
+            process_group=process_group,
+            mesh=mesh,
+            precision=precision,
+            buckets=buckets,
+            max_grad_norm=max_grad_norm,
+        )
+
+
+class Lion(ShardedOptimizer):
+    """Lion (Chen et al., arXiv:2302.06675) with ZeRO sharding: one moment, steps of one size.
+
+    Its usual learning rate is a third to a tenth of AdamW's, its weight decay larger by the same factor.
+
+    Args:
+        params: as for `Adam`.
+        lr: the size of a step; a number or a 0-d tensor, read at every step.
+        betas: of the interpolation whose sign is the step, and of the moment.
+        weight_decay: decoupled decay.
+        maximize: ascend instead of descend.
+        stage, model, process_group, mesh, precision, buckets, max_grad_norm: as for `Adam`.
+
+    Raises:
+        ValueError, TypeError: as for `Adam`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        stage: int = 1,
+        model: nn.Module | None = None,
+        process_group: ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
+        precision: Precision | None = None,
+        buckets: Buckets | None = None,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize},
+            rules.lion,
             stage=stage,
             model=model,
             process_group=process_group,

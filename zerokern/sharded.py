@@ -1,10 +1,9 @@
-"""An optimizer as torch knows it, on top of a coordinator: what Adam and AdamW share with every update rule to come."""
+"""An optimizer as torch knows it, on top of a coordinator: what all update rules share."""
 
 from __future__ import annotations
 
-import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -12,26 +11,28 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import build, state
+from . import build
 from .buffers import Memory
 from .comm import Call, Comm
 from .config import Buckets, Precision
+from .rules import UpdateRule
 from .stages.zero1 import Zero1
+from .stateful import StatefulOptimizer
 
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """A weak reference to the optimizer of each parameter, so that a newer one can take over."""
 
 
-class ShardedOptimizer(Optimizer):
+class ShardedOptimizer(StatefulOptimizer):
     """Base of the optimizers: torch's contract, and the methods beyond it."""
 
     def __init__(
         self,
         params: Iterable[Any],
         defaults: dict[str, Any],
+        rule: Callable[[Sequence[Mapping[str, Any]]], UpdateRule],
         *,
         stage: int,
         model: nn.Module | None,
@@ -41,7 +42,13 @@ class ShardedOptimizer(Optimizer):
         buckets: Buckets | None,
         max_grad_norm: float | None,
     ) -> None:
-        """Check everything, agree with the other ranks, then shard. The arguments are described at `Adam`."""
+        """Check everything, agree with the other ranks, then shard.
+
+        Args:
+            params, defaults: as of torch.optim.Optimizer.
+            rule: makes the update rule of the param groups.
+            stage, model, process_group, mesh, precision, buckets, max_grad_norm: described at `Adam`.
+        """
         build.check_options(stage, model, process_group, mesh, max_grad_norm)
         self._sealed = False
         super().__init__(build.checked_groups(params), defaults)
@@ -50,7 +57,15 @@ class ShardedOptimizer(Optimizer):
         self.stage = stage
         self.max_grad_norm = max_grad_norm
         comm = Comm(mesh.get_group() if mesh is not None else process_group)
-        plan = build.plan(self.param_groups, stage, model, comm, precision or Precision(), buckets or Buckets())
+        plan = build.plan(
+            self.param_groups,
+            stage,
+            model,
+            comm,
+            rule(self.param_groups),
+            precision or Precision(),
+            buckets or Buckets(),
+        )
         owners = [known() for known in map(_owners.get, plan.params) if known is not None]
         for owner in {id(owner): owner for owner in owners if owner is not None}.values():
             owner._let_go()
@@ -60,6 +75,8 @@ class ShardedOptimizer(Optimizer):
             _owners[param] = weakref.ref(self)
         self._sealed = True
         self._clip_once: float | Tensor | None = None
+        self._loss_scale: Tensor | None = None
+        """What the coming step divides the gradients by."""
         self._consolidated: dict[int, dict[str, Any]] | None = None
         self._warned = False
         self._expose_state()
@@ -94,6 +111,8 @@ class ShardedOptimizer(Optimizer):
             RuntimeError: a newer optimizer has taken over, or a parameter was moved out of its buffer.
         """
         zero = self._coordinator()
+        # torch's own scaler leaves its scale here, or None after the user's scaler.unscale_(optimizer).
+        loss_scale = getattr(self, "grad_scale", self._loss_scale)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -105,66 +124,14 @@ class ShardedOptimizer(Optimizer):
                 )
         changed = zero.settle_gradients()
         clipped = self._clip_once is not None and not changed  # later gradients are not those that were to be clipped
-        zero.step(self.param_groups, self._clip_once if clipped else self.max_grad_norm)
-        self._clip_once = None
+        zero.step(self.param_groups, self._clip_once if clipped else self.max_grad_norm, loss_scale)
+        self._clip_once = self._loss_scale = None
         self._consolidated = None
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, reduced and local ones. `model.zero_grad()` does the same."""
         super().zero_grad(set_to_none)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state without communicating.
-
-        In a world of one, or after `consolidate_state_dict`, it is in torch's layout. Else it is this rank's shards,
-        labelled by `range`, which load at the same world size and rank only; a warning says so once.
-        """
-        packed = super().state_dict()
-        if self._consolidated is not None:
-            packed["state"] = {self._positions[i]: entry for i, entry in self._consolidated.items()}
-            return packed
-        if self._coordinator().comm.world > 1 and not self._warned:
-            self._warned = True
-            warnings.warn(
-                "state_dict() holds this rank's shards only. Save it on every rank, or call full_state_dict(), or "
-                "consolidate_state_dict() on all ranks first",
-                stacklevel=2,
-            )
-        packed["state"] = {key: {**entry, "step": entry["step"].float()} for key, entry in packed["state"].items()}
-        return packed
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load torch's layout or our own, in place; moments and master weights stay fp32. Nothing is sent.
-
-        Raises:
-            ValueError: it is of another model or another sharding. Nothing was changed.
-        """
-        state_dict = dict(state_dict)
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = hook(self, state_dict)
-            state_dict = state_dict if changed is None else changed
-        zero = self._coordinator()
-        saved = state_dict["param_groups"]
-        sizes = [len(group["params"]) for group in self.param_groups], [len(group["params"]) for group in saved]
-        if sizes[0] != sizes[1]:
-            raise ValueError(
-                f"the state has param groups of {sizes[1]} parameters, this optimizer of {sizes[0]}: "
-                "it is of another model"
-            )
-        indices = {}
-        for ours, theirs in zip(self.param_groups, saved, strict=True):
-            for param, key in zip(ours["params"], theirs["params"], strict=True):
-                if key in state_dict["state"]:
-                    indices[self._index_of[param]] = state_dict["state"][key]
-        state.check_state(zero, indices)
-        with torch.no_grad():
-            state.load_state(zero, indices)
-        for ours, theirs in zip(self.param_groups, saved, strict=True):
-            ours.update({name: value for name, value in theirs.items() if name not in ("params", "param_names")})
-        self._consolidated = None
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
 
     # ------------------------------------------------------------------ beyond torch
 
@@ -192,7 +159,24 @@ class ShardedOptimizer(Optimizer):
         with torch.no_grad():
             zero.settle_gradients()
             self._clip_once = max_norm
-            return zero.scalars.norm().float()
+            return zero.scalars.norm(self._loss_scale).float()
+
+    def unscale_(self, loss_scale: Tensor) -> Tensor:
+        """Divide the coming step's gradients by a loss scale. `zerokern.GradScaler` calls this, on all ranks.
+
+        Nothing is multiplied here: the factor is applied inside the update.
+
+        Args:
+            loss_scale: fp32, one element, on the device; not read by the host.
+
+        Returns:
+            1.0 if a gradient on any rank is not finite, else 0.0: fp32 [1] on the device, the same everywhere.
+        """
+        zero = self._coordinator()
+        with torch.no_grad():
+            zero.settle_gradients()
+            self._loss_scale = loss_scale
+            return (~zero.scalars.norm().isfinite()).float().reshape(1)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backward accumulates locally and sends nothing, in every stage."""
@@ -207,33 +191,6 @@ class ShardedOptimizer(Optimizer):
         """
         with torch.no_grad(), self._coordinator().full_params():
             yield
-
-    def full_state_dict(self, *, to: int | None = None) -> dict[str, Any]:
-        """Gather the state in torch's layout into host memory. All ranks must call it.
-
-        Args:
-            to: the rank that gets it; the others get {}. None: every rank.
-        """
-        with torch.no_grad():
-            gathered = state.full_state(self._coordinator(), to)
-        if to is not None and to != self._coordinator().comm.rank:
-            return {}
-        before, self._consolidated = self._consolidated, gathered
-        try:
-            return self.state_dict()
-        finally:
-            self._consolidated = before
-
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gather the state so that `state_dict()` on rank `to` returns all of it, until the next step. All ranks
-        must call it.
-
-        Lightning and torch's ZeroRedundancyOptimizer know this name.
-        """
-        with torch.no_grad():
-            gathered = state.full_state(self._coordinator(), to)
-        if to == self._coordinator().comm.rank:
-            self._consolidated = gathered
 
     def memory(self) -> Memory:
         """Return the bytes of model state that this rank holds, by role."""
@@ -262,6 +219,16 @@ class ShardedOptimizer(Optimizer):
 
     # ------------------------------------------------------------------ details
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Ask torch.amp.GradScaler, which looks here first, to leave unscaling and skipping to `step`."""
+        if self._coordinator().comm.world > 1:
+            raise RuntimeError(
+                "torch.amp.GradScaler looks at p.grad, where sharded gradients are not; "
+                "use zerokern.GradScaler, a subclass of it with the same arguments"
+            )
+        return True
+
     def _coordinator(self) -> Zero1:
         if self._zero is None:
             raise RuntimeError(
@@ -272,14 +239,3 @@ class ShardedOptimizer(Optimizer):
     def _let_go(self) -> None:
         self._coordinator().detach()
         self._zero = None
-
-    def _expose_state(self) -> None:
-        """Fill `self.state` with views of this rank's shards, from the first moment on: an empty state makes DCP
-        take a step."""
-        params = [p for group in self.param_groups for p in group["params"]]
-        self._positions = {self._index_of[p]: position for position, p in enumerate(params)}
-        views = state.live_state(self._coordinator())
-        for param in params:
-            index = self._index_of[param]
-            if index in views:
-                self.state[param] = views[index]

@@ -6,8 +6,12 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import torch
+
+from zerokern import Precision
+from zerokern.config import Master, Moments
 
 from .gpt import Shape
 from .text import Text
@@ -30,7 +34,11 @@ class Options:
     lr: float = 2e-3
     """Peak learning rate, after a warm-up of a tenth of the steps and before a cosine decay to a tenth."""
     dtype: str = "fp32"
-    """fp32, or bf16 with fp32 master weights."""
+    """fp32, or bf16."""
+    master: Master = "fp32"
+    """What keeps bf16 weights precise in the sharded runs: see zerokern.Precision."""
+    moments: Moments = "fp32"
+    """How the sharded runs store the moments: see zerokern.Precision."""
     device: str = "auto"
     """cpu (gloo), cuda (NCCL), or auto: cuda if there is a GPU."""
     seed: int = 0
@@ -44,6 +52,11 @@ class Options:
     def torch_dtype(self) -> torch.dtype:
         """The dtype of the model."""
         return DTYPES[self.dtype]
+
+    @property
+    def precision(self) -> Precision:
+        """The formats of the sharded runs; plain AdamW keeps everything in fp32."""
+        return Precision(master=self.master, moments=self.moments)
 
     @property
     def on_gpu(self) -> bool:
@@ -97,7 +110,9 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     add("--steps", type=int, default=default.steps, help="optimizer steps of each run")
     add("--batch", type=int, default=default.batch, help="sequences in the global batch")
     add("--lr", type=float, default=default.lr, help="peak learning rate")
-    add("--dtype", choices=tuple(DTYPES), default=default.dtype, help="bf16 comes with fp32 master weights")
+    add("--dtype", choices=tuple(DTYPES), default=default.dtype, help="of the weights")
+    add("--master", choices=get_args(Master), default=default.master, help="what keeps bf16 weights precise")
+    add("--moments", choices=get_args(Moments), default=default.moments, help="how the sharded runs store moments")
     add("--device", choices=("auto", "cpu", "cuda"), default=default.device, help="cpu uses gloo, cuda NCCL")
     add("--seed", type=int, default=default.seed, help="of weights, batches and sample")
     add("--text", type=Path, help="file to learn from; default: the Python language reference")

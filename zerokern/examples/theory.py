@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zerokern import Precision
+
 FP32_BYTES = 4
+MASTER_BYTES = {"fp32": 4, "split32": 2, "split24": 1, "none": 0}
+MOMENT_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1 + 1 / 64}
+"""Blocks of 64 share a scale of one byte."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +27,10 @@ class StateBytes:
     """Gradients, and the fp32 shard that they are summed into if they are 16 bits wide."""
 
     master: float
-    """fp32 copies of 16-bit weights; nothing for an fp32 model."""
+    """What 16-bit weights lack to fp32, or to 24 bits; nothing for an fp32 model."""
 
     moments: float
-    """Adam's two moments, fp32."""
+    """Adam's two moments."""
 
     @property
     def total(self) -> float:
@@ -33,7 +38,7 @@ class StateBytes:
         return self.parameters + self.gradients + self.master + self.moments
 
 
-def state_bytes(numel: int, *, world: int, stage: int, itemsize: int) -> StateBytes:
+def state_bytes(numel: int, *, world: int, stage: int, itemsize: int, precision: Precision) -> StateBytes:
     """Return the model state of a rank.
 
     Args:
@@ -42,6 +47,7 @@ def state_bytes(numel: int, *, world: int, stage: int, itemsize: int) -> StateBy
         stage: 0 for plain data parallelism, or ZeRO's 1 (moments and master sharded), 2 (and gradients), 3 (and
             parameters).
         itemsize: bytes of a parameter: 4 for fp32, 2 for bf16.
+        precision: formats of master weights and moments.
     """
     fp32 = FP32_BYTES * numel
     own = numel * itemsize
@@ -52,8 +58,8 @@ def state_bytes(numel: int, *, world: int, stage: int, itemsize: int) -> StateBy
     return StateBytes(
         parameters=own / (world if stage == 3 else 1),
         gradients=gradients,
-        master=fp32 / states_over if mixed else 0,
-        moments=2 * fp32 / states_over,
+        master=MASTER_BYTES[precision.master] * numel / states_over if mixed else 0,
+        moments=2 * MOMENT_BYTES[precision.moments] * numel / states_over,
     )
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from zerokern import AdamW
+from zerokern import AdamW, Precision
 
 from .baseline import PlainAdamW
 from .gpt import GPT, Shape
@@ -26,6 +26,12 @@ MAX_NORM = 1.0
 VALIDATION_WINDOWS = 256
 PROMPT = b"The "
 SAMPLE_BYTES = 240
+
+
+def schedule(step: int, steps: int) -> float:
+    """Return the factor of the learning rate: a linear warm-up, then half a cosine from 1 to 0.1."""
+    warm_up = max(1, steps // 10)
+    return min(1.0, (step + 1) / warm_up) * (0.55 + 0.45 * math.cos(math.pi * min(1.0, step / steps)))
 
 
 class Trainer:
@@ -45,21 +51,16 @@ class Trainer:
         self.model = GPT(Shape()).to(device, options.torch_dtype)
         self.numel = sum(parameter.numel() for parameter in self.model.parameters())
         self.optimizer = self._optimizer(self.model)
-        self.scheduler = LambdaLR(self.optimizer, self._schedule)
+        self.scheduler = LambdaLR(self.optimizer, lambda step: schedule(step, options.steps))
 
     def _optimizer(self, model: nn.Module) -> AdamW | PlainAdamW:
         options: dict[str, Any] = {"lr": self.options.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
         if self.stage == 0:
             return PlainAdamW(model.parameters(), **options)
+        options["precision"] = self.options.precision
         if self.stage == 3:
             return AdamW(model.parameters(), **options, stage=3, model=model)
         return AdamW(model.parameters(), **options, stage=self.stage)
-
-    def _schedule(self, step: int) -> float:
-        """Return the factor of the learning rate: a linear warm-up, then half a cosine from 1 to 0.1."""
-        warm_up = max(1, self.options.steps // 10)
-        progress = min(1.0, step / self.options.steps)
-        return min(1.0, (step + 1) / warm_up) * (0.55 + 0.45 * math.cos(math.pi * progress))
 
     def run(self, progress: Progress) -> Run:
         """Train, validate, and return what was measured."""
@@ -77,6 +78,7 @@ class Trainer:
         sent = self._sent() / steps
         median = statistics.median(seconds)
         size = {"world": self.world, "stage": self.stage, "itemsize": self.options.torch_dtype.itemsize}
+        formats = self.options.precision if self.stage else Precision()
         return Run(
             name=name,
             losses=losses,
@@ -84,7 +86,7 @@ class Trainer:
             step_ms=1e3 * median,
             tokens_per_second=tokens / median,
             state=self.state,
-            state_theory=state_bytes(self.numel, **size),
+            state_theory=state_bytes(self.numel, **size, precision=formats),
             sent=sent,
             sent_theory=sent_bytes(self.numel, **size),
         )

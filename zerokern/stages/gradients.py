@@ -41,6 +41,7 @@ class GradientBucket:
         partials: Tensor,
         *,
         wire: torch.dtype,
+        reduced: torch.dtype,
         resident: bool,
     ) -> None:
         """Set up storage.
@@ -50,23 +51,22 @@ class GradientBucket:
             comm: the group to reduce over.
             scratch: where chunks, and in stages 2 and 3 the bucket, come from.
             partials: fp64, the sums of squares of this bucket's shard. Written by every reduction.
-            wire: dtype of `local`.
-            resident: stage 1: `local` lives forever, and if it is fp32 the shard is this rank's part of it.
+            wire, reduced: dtypes of `local` and of `shard`.
+            resident: stage 1: `local` lives forever; if the dtypes are one, the shard is this rank's part of it.
         """
         self.bucket, self.params, self._views_of = parameters.bucket, parameters.params, parameters.views_of
         self.comm, self.scratch, self.partials = comm, scratch, partials
-        self.wire, self.resident = wire, resident
+        self.wire, self.resident, self.state = wire, resident, State.LOCAL
         bucket, device = self.bucket, self.params[0].device
-        self.state = State.LOCAL
+        self.pack_at_once = device.type == "cuda"  # one launch for the whole bucket
         self.local: Tensor | None = None
         self.views: list[Tensor] = []
         if resident:
             self._open(torch.zeros(bucket.numel, dtype=wire, device=device))
-        self.shard_in_local = self.local is not None and wire == torch.float32
-        self.shard = torch.zeros(0 if self.shard_in_local else bucket.shard_numel, dtype=torch.float32, device=device)
-        """fp32 [S], the reduced gradient."""
-        if self.local is not None and self.shard_in_local:
-            self.shard = self.local[bucket.shard(comm.rank)]
+        in_local = self.local[bucket.shard(comm.rank)] if self.local is not None and wire == reduced else None
+        self.shard = torch.zeros(bucket.shard_numel, dtype=reduced, device=device) if in_local is None else in_local
+        """[S], the reduced gradient."""
+        self.shard_in_local = in_local is not None
         # A scalar seen with the parameter's shape; each has storage of its own, since views share a version counter.
         self.placeholders = [
             torch.full((), math.nan, dtype=p.dtype, device=device).expand(p.shape) for p in self.params
@@ -81,13 +81,13 @@ class GradientBucket:
         """Gradients received in this backward pass."""
         self.expected = [1] * len(self.params)
         """Most gradients that any backward pass has brought: a parameter in two reentrant checkpoints has two."""
+        self._missing = len(self.params)
         self.continues = [False] * len(self.params)
         """Gradients on their way add to the one in `local`."""
         self.carry: Tensor | None = None
-        """A reduced gradient that the next reduction adds to, since nobody zeroed it."""
-        self.reductions = 0
-        self._missing = len(self.params)
-        self._waiting: list[tuple[Tensor, Tensor]] = []
+        """A reduced gradient that nobody zeroed: the next reduction adds to it."""
+        self.reductions = self.arrivals = 0
+        self._waiting: dict[int, Tensor] = {}
         self._work = Work()
         self._received: Tensor | None = None
         self._reduced: tuple[object, ...] = ()
@@ -98,11 +98,11 @@ class GradientBucket:
         """Prepare for autograd's accumulation into p.grad of parameter `index`."""
         if self.state is not State.LOCAL:
             self.reopen()
+        grad = self.params[index].grad
+        self.continues[index] = self.filled[index] = self.filled[index] and grad is not None
         if self.filled[index]:
             self.pack()  # what autograd adds to must be there
         self._notice_writes(index)
-        grad = self.params[index].grad
-        self.continues[index] = grad is not None and self.filled[index]
         if grad is self.placeholders[index]:
             self.params[index].grad = None  # autograd would add in place to a tensor that has no memory
 
@@ -117,20 +117,20 @@ class GradientBucket:
         if grad is not view:
             if self.continues[index] and self.wire != param.dtype:
                 view.add_(grad)
-            elif grad.is_cuda:
-                self._waiting.append((view, grad))
+            elif self.pack_at_once:
+                self._waiting[index] = grad
             else:
-                view.copy_(grad)  # while it is in the cache; on a GPU one launch packs the whole bucket
+                view.copy_(grad)  # while it is in the cache
         self._leave(index, view if self.wire == param.dtype else self.placeholders[index])
         self.filled[index] = True
+        self.arrivals += 1
         self.fired[index] += 1
         self._missing -= self.fired[index] == self.expected[index]
 
     def pack(self) -> None:
         """Copy gradients that wait into the bucket."""
         if self._waiting:
-            destinations, sources = zip(*self._waiting, strict=True)
-            ops.pack_(destinations, sources)
+            ops.pack_([self.views[index] for index in self._waiting], list(self._waiting.values()))
             self._waiting.clear()
             self.versions = [0 if p.grad is None else p.grad._version for p in self.params]
 
@@ -185,8 +185,9 @@ class GradientBucket:
         self.reductions += 1
 
     def reduce_alone(self) -> None:
-        """World of one: the local gradient is the reduced one, and stays where the user sees it."""
-        if self.reductions and self.signature() == self._reduced:
+        """World of one: the local gradient is the reduced one. A captured step runs again, on other gradients."""
+        captured = self.shard.is_cuda and torch.cuda.is_current_stream_capturing()
+        if not captured and self.signature() == self._reduced:
             return
         self.pack()
         self._clear_unfilled()
@@ -200,8 +201,8 @@ class GradientBucket:
 
     def signature(self) -> tuple[object, ...]:
         """Return a value that changes when a gradient comes, goes or is written to."""
-        grads = [param.grad for param in self.params]
-        return self.reductions, *((id(grad), grad._version) if grad is not None else None for grad in grads)
+        seen = [(id(p.grad), p.grad._version) if p.grad is not None else None for p in self.params]
+        return self.reductions, self.arrivals, *seen
 
     def reopen(self) -> None:
         """Make the bucket LOCAL again. What was reduced and not zeroed since is carried into the next reduction."""
@@ -236,10 +237,9 @@ class GradientBucket:
         assert self.local is not None
         own = self.local[self.bucket.shard(self.comm.rank)]
         out = self.shard if self.carry is None else self.carry
-        scale = 1.0 / self.comm.world
         accumulate = self.carry is not None
         rank = self.comm.rank if received.shape[0] else 0
-        ops.reduce_(out, own, received, self.partials, rank=rank, scale=scale, accumulate=accumulate)
+        ops.reduce_(out, own, received, self.partials, rank=rank, scale=1.0 / self.comm.world, accumulate=accumulate)
         if out is not self.shard:
             self.shard.copy_(out)
         self.carry = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,18 @@ from .. import config, ops
 from ..buffers import Memory, ParameterBucket, Scratch
 from ..comm import Comm, Work
 from ..layout import Layout
+from ..rules import UpdateRule
 from ..scalars import StepScalars
 from .gradients import GradientBucket
 from .rounds import Rounds
+
+
+class Place(NamedTuple):
+    """Where a parameter stands in the optimizer's param groups."""
+
+    group: int
+    position: int
+    """Counted over all groups."""
 
 
 class Zero1:
@@ -32,8 +41,9 @@ class Zero1:
         self,
         layout: Layout,
         params: Sequence[nn.Parameter],
-        group_of_param: Sequence[int],
+        places: Sequence[Place],
         comm: Comm,
+        rule: UpdateRule,
         precision: config.Precision,
         buckets: config.Buckets,
     ) -> None:
@@ -42,8 +52,9 @@ class Zero1:
         Args:
             layout: agreed on by all ranks.
             params: in the order of `layout.params`.
-            group_of_param: index of each one's param group; -1 for a frozen one.
+            places: where each one stands in the optimizer's param groups.
             comm: the group to shard over.
+            rule: how the optimizer updates.
             precision, buckets: the user's choices.
         """
         self.layout, self.params, self.comm = layout, list(params), comm
@@ -53,20 +64,26 @@ class Zero1:
         members = [[self.params[slot.param] for slot in bucket.slots] for bucket in layout.buckets]
         self._make_equal(members)
         self.parameters = [
-            ParameterBucket(bucket, chosen, comm.rank, sharded=self.parameters_sharded)
+            ParameterBucket(
+                bucket, chosen, comm.rank,
+                sharded=self.parameters_sharded, precision=precision, moments=rule.moments,
+            )
             for bucket, chosen in zip(layout.buckets, members, strict=True)
-        ]
+        ]  # fmt: skip
         self.trainable = [p for p in self.parameters if p.bucket.trainable]
         order = [slot.param for p in self.trainable for slot in p.bucket.slots]
         self.row_of = {param: row for row, param in enumerate(order)}
-        self.row_maps = [p.row_map(self.row_of) for p in self.trainable]
+        self.row_maps = self._row_maps(len(order), device)
         counts = [ops.partials_numel(p.bucket.shard_numel) for p in self.trainable]
         partials = torch.zeros(sum(counts), dtype=torch.float64, device=device)
-        self.scalars = StepScalars(len(order), [group_of_param[i] for i in order], partials, comm)
+        groups = [places[i].group for i in order]
+        seeds = [ops.seed_of(precision.seed, places[i].position) for i in order]
+        self.scalars = StepScalars(rule, groups, seeds, partials, comm)
         self.gradients = [
             GradientBucket(
                 p, comm, self.scratch, part,
-                wire=precision.wire or p.full.dtype, resident=self.gradients_resident or comm.world == 1,
+                wire=precision.wire or p.full.dtype, reduced=precision.gradients,
+                resident=self.gradients_resident or comm.world == 1,
             )
             for p, part in zip(self.trainable, partials.split(counts), strict=True)
         ]  # fmt: skip
@@ -74,6 +91,19 @@ class Zero1:
         self.versions = [p._version for p in self.params]
         self._settled: list[tuple[object, ...]] = []
         """Signatures of the gradients whose norm was gathered."""
+
+    def _row_maps(self, rows: int, device: torch.device) -> list[ops.RowMap]:
+        """Return each bucket's map. A parameter has at most one piece on a rank, so all share one `origin`."""
+        runs = [p.runs(self.row_of) for p in self.trainable]
+        origin = torch.zeros(rows, dtype=torch.int64)
+        for _, _, row, first in (run for bucket in runs for run in bucket):
+            origin[row] = first
+        origin = origin.to(device)
+        blocks = [[row for first, end, row, _ in bucket for _ in range(end - first)] for bucket in runs]
+        return [
+            ops.RowMap(torch.tensor(rows_of_blocks, dtype=torch.int32, device=device), origin, bucket)
+            for rows_of_blocks, bucket in zip(blocks, runs, strict=True)
+        ]
 
     def _make_equal(self, members: Sequence[Sequence[nn.Parameter]]) -> None:
         """Give every rank the initial values of rank 0, as DDP does; nothing is sent if they are equal already."""
@@ -108,23 +138,29 @@ class Zero1:
             self._settled = settled
         return True
 
-    def step(self, groups: Sequence[Mapping[str, Any]], max_norm: float | Tensor | None) -> None:
+    def step(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        max_norm: float | Tensor | None,
+        loss_scale: Tensor | None = None,
+    ) -> None:
         """Update every bucket in one launch each, and send the result on its way. The gradients are settled.
 
         Args:
             groups: torch's param groups.
             max_norm: clip to this total norm.
+            loss_scale: what the gradients were multiplied with.
         """
-        self.scalars.form(groups, max_norm)
-        l2 = any(not group["decoupled_weight_decay"] and _nonzero(group["weight_decay"]) for group in groups)
+        scalars = self.scalars
+        l2 = scalars.form(groups, max_norm, loss_scale)
         works = []
         for parameters, gradients, rows in reversed(
             list(zip(self.trainable, self.gradients, self.row_maps, strict=True))
         ):
             with torch.autograd.profiler.record_function("zerokern::update"):
-                ops.adamw_(
-                    parameters.own, parameters.master, parameters.exp_avg, parameters.exp_avg_sq, gradients.shard,
-                    table=self.scalars.table, rows=rows, l2=l2,
+                ops.update_(
+                    parameters.shard, gradients.shard,
+                    rule=scalars.rule.kernel, table=scalars.table, keys=scalars.keys, rows=rows, l2=l2,
                 )  # fmt: skip
             works.append(self.publish(parameters))
         for work in works:
@@ -160,14 +196,13 @@ class Zero1:
 
     def memory(self) -> Memory:
         """Return the bytes this rank holds, by role, counted from the tensors themselves."""
-        scalars = self.scalars
-        tables = [scalars.table, scalars.steps, scalars.report, scalars.partials, scalars.group_of_row]
-        tables += [rows.block_row for rows in self.row_maps]
+        tables = [*self.scalars.tables(), *(t for rows in self.row_maps for t in (rows.block_row, rows.origin))]
+        moments = [t for p in self.parameters for moment in p.shard[2:] if moment is not None for t in moment]
         return Memory(
             parameters=self._parameter_bytes(),
             gradients=_storage_bytes([t for g in self.gradients for t in (g.shard, g.local if g.resident else None)]),
-            master=_storage_bytes([p.master for p in self.parameters]),
-            moments=_storage_bytes([t for p in self.parameters for t in (p.exp_avg, p.exp_avg_sq)]),
+            master=_storage_bytes([p.shard.master for p in self.parameters]),
+            moments=_storage_bytes(moments),
             buffers=self.scratch.live_bytes,
             tables=_storage_bytes(tables),
         )
@@ -185,10 +220,6 @@ def checksum(tensor: Tensor) -> Tensor:
     flat = tensor.detach().contiguous().view(-1)
     words = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
     return words.sum(dtype=torch.int64)
-
-
-def _nonzero(value: float | Tensor) -> bool:
-    return isinstance(value, Tensor) or value != 0
 
 
 def _storage_bytes(tensors: Sequence[Tensor | None]) -> int:

@@ -16,8 +16,9 @@ from .. import config
 from ..buffers import ParameterBucket
 from ..comm import Comm, Work
 from ..layout import Layout
+from ..rules import UpdateRule
 from .units import ROOT, Unit, unit_modules
-from .zero1 import _storage_bytes
+from .zero1 import Place, _storage_bytes
 from .zero2 import Zero2
 
 
@@ -35,15 +36,16 @@ class Zero3(Zero2):
         self,
         layout: Layout,
         params: Sequence[nn.Parameter],
-        group_of_param: Sequence[int],
+        places: Sequence[Place],
         comm: Comm,
+        rule: UpdateRule,
         precision: config.Precision,
         buckets: config.Buckets,
         *,
         model: nn.Module,
     ) -> None:
         """Shard the parameters and hook the units' modules. Arguments as for `Zero1`."""
-        super().__init__(layout, params, group_of_param, comm, precision, buckets)
+        super().__init__(layout, params, places, comm, rule, precision, buckets)
         self.overlap = buckets.overlap
         self.units = {}
         for name in unit_modules(model, buckets.units):
