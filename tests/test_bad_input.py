@@ -97,8 +97,38 @@ REFUSED: dict[str, tuple[Make, type[Exception], str]] = {
     "beta 1": (lambda: zerokern.AdamW(one(), betas=(1.0, 0.9)), ValueError, r"betas\[0\]=1\.0"),
     "beta negative": (lambda: zerokern.AdamW(one(), betas=(0.9, -0.1)), ValueError, r"betas\[1\]=-0\.1"),
     "lr negative in a group": (lambda: zerokern.AdamW([{"params": one(), "lr": -2.0}]), ValueError, r"lr=-2\.0"),
-    "amsgrad": (lambda: zerokern.AdamW(one(), amsgrad=True), ValueError, r"amsgrad=True.*False"),
-    "amsgrad in a group": (lambda: zerokern.AdamW([{"params": one(), "amsgrad": True}]), ValueError, r"amsgrad=True"),
+    "amsgrad in 8 bits": (
+        lambda: zerokern.AdamW(one(), amsgrad=True, precision=zerokern.Precision(moments="8bit")),
+        ValueError,
+        r"amsgrad=True.*8bit.*bf16",
+    ),
+    "amsgrad in one group": (
+        lambda: zerokern.AdamW([{"params": one(), "amsgrad": True}, {"params": one()}]),
+        ValueError,
+        r"amsgrad differs.*\[True, False\]",
+    ),
+    "split master of fp16": (
+        lambda: zerokern.AdamW(of(torch.zeros(3).half()), precision=zerokern.Precision(master="split32")),
+        ValueError,
+        r"split32.*bfloat16.*\(3,\).*float16.*master='fp32'",
+    ),
+    "fp16 without a master": (
+        lambda: zerokern.SGD(of(torch.zeros(3).half()), precision=zerokern.Precision(master="none")),
+        ValueError,
+        r"'none'.*float16",
+    ),
+    "unknown master": (lambda: zerokern.Precision(master="split16"), ValueError, r"master='split16'.*'split32'"),
+    "unknown moments": (lambda: zerokern.Precision(moments="int8"), ValueError, r"moments='int8'.*'8bit'"),
+    "gradients of integers": (lambda: zerokern.Precision(gradients=torch.int8), ValueError, r"gradients=torch\.int8"),
+    "seed of no integer": (lambda: zerokern.Precision(seed=1.5), ValueError, r"seed=1\.5"),
+    "momentum negative": (lambda: zerokern.SGD(one(), momentum=-0.9), ValueError, r"momentum=-0\.9"),
+    "nesterov without momentum": (lambda: zerokern.SGD(one(), nesterov=True), ValueError, r"nesterov=True.*momentum"),
+    "nesterov with dampening": (
+        lambda: zerokern.SGD(one(), momentum=0.9, dampening=0.1, nesterov=True),
+        ValueError,
+        r"dampening=0\.1",
+    ),
+    "beta of Lion": (lambda: zerokern.Lion(one(), betas=(0.9, 1.0)), ValueError, r"betas\[1\]=1\.0"),
     "differentiable": (lambda: zerokern.AdamW(one(), differentiable=True), ValueError, r"differentiable=True"),
     "max_grad_norm zero": (
         lambda: zerokern.AdamW(one(), max_grad_norm=0.0),
@@ -121,7 +151,7 @@ def test_refused_at_construction(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"stage": 3}, {"stage": 7}, {"lr": -1.0}, {"amsgrad": True}, {"betas": (2.0, 0.0)}], ids=str
+    "options", [{"stage": 3}, {"stage": 7}, {"lr": -1.0}, {"differentiable": True}, {"betas": (2.0, 0.0)}], ids=str
 )
 def test_a_refused_construction_leaves_the_model_as_it_was(options: dict[str, Any]) -> None:
     """No hook, no flat buffer, no other values; an older optimizer goes on."""

@@ -342,5 +342,6 @@ def test_grad_norm_and_skipped_steps_are_tensors_on_the_device() -> None:
 
 
 def test_the_public_names() -> None:
-    assert set(zerokern.__all__) == {"Adam", "AdamW", "Buckets", "Call", "Memory", "Precision"}
+    names = {"SGD", "Adam", "AdamW", "Buckets", "Call", "GradScaler", "Lion", "Memory", "Precision"}
+    assert set(zerokern.__all__) == names
     assert nn.Module  # the library adds nothing to torch's own classes

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from zerokern import Precision
 from zerokern.examples import options, text, theory
 
 JOB = [sys.executable, "-m", "zerokern.examples.train", "--device", "cpu"]
@@ -52,6 +53,12 @@ def test_bytes_are_those_of_theory(job: tuple[str, Path]) -> None:
         for role, expected in run["state_theory"].items():
             assert run["state"][role] == pytest.approx(expected, rel=0.02), (run["name"], role)
         assert run["sent"] == pytest.approx(run["sent_theory"], rel=0.01), run["name"]
+
+
+def test_theory_of_a_recipe() -> None:
+    recipe = Precision(master="split24", moments="8bit")
+    held = theory.state_bytes(64, world=2, stage=2, itemsize=2, precision=recipe)
+    assert (held.parameters, held.master, held.moments) == (2 * 64, 1 * 64 / 2, 2 * 65 / 2)
 
 
 def test_table_and_plot_are_written(job: tuple[str, Path]) -> None:
@@ -101,8 +108,11 @@ def test_default_options_are_those_of_the_command_line() -> None:
 def test_theory_of_the_paper() -> None:
     # The paper's example: 7.5 B parameters, 64 ranks, fp16 with fp32 states; it counts 16 bytes per parameter there.
     # Here the fp32 sum of 16-bit gradients is counted too.
-    whole = theory.state_bytes(7_500_000_000, world=64, stage=0, itemsize=4).total
+    fp32 = Precision()
+    whole = theory.state_bytes(7_500_000_000, world=64, stage=0, itemsize=4, precision=fp32).total
     assert whole == 16 * 7.5e9
-    stage1, stage2, stage3 = (theory.state_bytes(64, world=4, stage=s, itemsize=4).total for s in (1, 2, 3))
+    stage1, stage2, stage3 = (
+        theory.state_bytes(64, world=4, stage=s, itemsize=4, precision=fp32).total for s in (1, 2, 3)
+    )
     assert (stage1, stage2, stage3) == (64 * (8 + 8 / 4), 64 * (4 + 12 / 4), 64 * 16 / 4)
     assert theory.sent_bytes(64, world=4, stage=3, itemsize=2) == 3 * 64 * 2 * 3 / 4

@@ -10,6 +10,9 @@ from pathlib import Path
 import gpu_worker
 import pytest
 import torch
+from torch import nn
+
+import zerokern
 
 WORKER = Path(gpu_worker.__file__)
 
@@ -47,3 +50,56 @@ def test_gpus_give_the_bits_of_the_cpu(on_cpu: list[dict], tmp_path: Path) -> No
     for result in _run("cuda", tmp_path):
         for case in gpu_worker.CASES:
             assert all(map(torch.equal, result[case], on_cpu[0][case])), case
+
+
+RECIPES = [
+    zerokern.Precision(master=master, moments=moments, gradients=torch.bfloat16)
+    for master in ("fp32", "split32", "split24", "none")
+    for moments in ("fp32", "bf16", "8bit")
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", RECIPES, ids=lambda p: f"{p.master}-{p.moments}")
+def test_a_captured_step_is_a_step(precision: zerokern.Precision) -> None:
+    """Row 48: learning rate, decay and loss scale are tensors, which replays read again; so are the gradients."""
+
+    def built() -> tuple[list[nn.Parameter], zerokern.AdamW, dict[str, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(0)
+        values = [torch.randn(n, generator=generator).bfloat16().cuda() for n in (64, 1000, 5)]
+        params = [nn.Parameter(value) for value in values]
+        knobs = {name: torch.tensor(value, device="cuda") for name, value in (("lr", 1e-2), ("weight_decay", 0.1))}
+        for param in params:
+            param.grad = torch.ones_like(param)
+        return params, zerokern.AdamW(params, **knobs, max_grad_norm=1.0, precision=precision), knobs
+
+    def prepare(step: int, params: list[nn.Parameter], knobs: dict[str, torch.Tensor], scale: torch.Tensor) -> None:
+        generator = torch.Generator().manual_seed(step)
+        knobs["lr"].fill_(1e-2 / step)
+        knobs["weight_decay"].fill_(0.1 * step)
+        scale.fill_(2.0**step)
+        for param in params:
+            param.grad.copy_(torch.randn(param.shape, generator=generator) * 2.0**step)
+
+    eager, captured = built(), built()
+    scales = torch.ones((), device="cuda"), torch.ones((), device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    for step in range(1, 6):
+        for (params, optimizer, knobs), scale in zip((eager, captured), scales, strict=True):
+            prepare(step, params, knobs, scale)
+            if optimizer is eager[1] or step == 1:
+                optimizer.unscale_(scale)
+                optimizer.step()
+        if step == 2:
+            with torch.cuda.graph(graph):  # records, and runs nothing
+                captured[1].unscale_(scales[1])
+                captured[1].step()
+        if step >= 2:
+            graph.replay()
+    torch.cuda.synchronize()
+    for ours, theirs in zip(captured[0], eager[0], strict=True):
+        assert torch.equal(ours, theirs)
+    mine, its = captured[1].full_state_dict()["state"], eager[1].full_state_dict()["state"]
+    for index, entry in its.items():
+        assert all(torch.equal(mine[index][name], value) for name, value in entry.items())

@@ -1,263 +1,47 @@
-"""Every kernel against its twin in plain torch, bit for bit, and the twin against torch.optim in fp64.
+"""Packing, reduction, scalars and casts against their twins in plain torch, bit for bit. The update is in
+test_update.py, the number formats are in test_formats.py.
 
-Without a GPU the kernels run in Triton's interpreter; with one, on it. Row numbers are those of a survey of faults that
-users of other optimizers reported; each comment says what the fault was.
+Row numbers are those of a survey of faults that users of other optimizers reported; each comment says what the fault
+was. Without a GPU the kernels run in Triton's interpreter; with one, on it.
 """
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import tolerances
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_cases import (
+    ALL_BACKENDS,
+    BACKENDS,
+    DEVICE,
+    FLOATS,
+    HYPER,
+    OUTPUTS,
+    SIZES,
+    VARIANTS,
+    assert_same_bits,
+    device_of,
+    mixed_shard,
+    placed,
+    rows_of,
+    run_both,
+    scalar_inputs,
+    scalars_of,
+    seeded,
+    shard_of,
+    words,
+)
 from torch import Tensor
 
 from zerokern import ops
-from zerokern.kernels import adamw, launch, native, pack, reduce, scalars
-from zerokern.ops import BLOCK, PARTIAL, RowMap
-
-DEVICE = "cuda" if torch.cuda.is_available() and not launch.INTERPRETED else "cpu"
-BACKENDS = ("triton", pytest.param("native", marks=pytest.mark.skipif(not native.available(), reason="no C compiler")))
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-SIZES = (64, 128, 4096 - 64, 4096, 4096 + 64, 3 * 4096 + 192)
-SPECIAL = (0.0, -0.0, 1e-45, -1e-40, 1e-38, 65504.0, 65520.0, 3.3895e38, 3.4e38, -3.4e38, math.inf, -math.inf, math.nan)
-RECIPES = [
-    (torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16),
-    (torch.bfloat16, torch.float32), (torch.float16, torch.float16),
-]  # fmt: skip
-HYPER = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "sign": 1.0, "decoupled": 1.0}
-
-
-def seeded(numel: int, seed: int = 0, special: bool = False) -> Tensor:
-    """Return normal fp32 numbers; with `special`, every seventh is a limit of some format."""
-    values = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
-    if special:
-        positions = torch.arange(seed % 7, numel, 7)
-        values[positions] = torch.tensor(SPECIAL)[positions % len(SPECIAL)]
-    return values
-
-
-def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
-    """Bit equality; all NaNs are one."""
-    actual = actual.cpu()
-    assert actual.dtype == expected.dtype and actual.shape == expected.shape
-    if actual.is_floating_point():
-        integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.element_size()]
-        nan = torch.isnan(expected)
-        assert torch.equal(torch.isnan(actual), nan)
-        actual, expected = (t.contiguous().view(integer).masked_fill(nan, 0) for t in (actual, expected))
-    assert torch.equal(actual, expected)
-
-
-def placed(value: Any, device: str) -> Any:
-    """Return clones of all tensors on a device."""
-    if isinstance(value, Tensor):
-        return value.to(device, copy=True)
-    return RowMap(value.block_row.to(device, copy=True), value.runs) if isinstance(value, RowMap) else value
-
-
-def run_both(
-    function: Callable[..., None], *args: Any, backend: str = "triton", **options: Any
-) -> tuple[list[Any], list[Any]]:
-    """Run a function on a backend and on plain torch, on clones; return the positional arguments of both."""
-    sides = []
-    for side, device in ((backend, DEVICE if backend == "triton" else "cpu"), ("torch", "cpu")):
-        arguments = [placed(value, device) for value in args]
-        function(*arguments, **{k: placed(v, device) for k, v in options.items()}, backend=side)
-        sides.append([value.cpu() if isinstance(value, Tensor) else value for value in arguments])
-    return sides[0], sides[1]
-
-
-def rows_of(row_of_block: Sequence[int]) -> RowMap:
-    runs: list[tuple[int, int, int]] = []
-    for block, row in enumerate(row_of_block):
-        first = runs.pop()[0] if runs and runs[-1][2] == row else block
-        runs.append((first, block + 1, row))
-    return RowMap(torch.tensor(row_of_block, dtype=torch.int32), tuple(runs))
-
-
-def words(norms: Sequence[float], used: Sequence[int], num_rows: int) -> Tensor:
-    """Return `gathered` of ranks with these shard norms, each of which used these rows."""
-    bits = torch.zeros(len(norms), 1 + -(-num_rows // 32), dtype=torch.int64)
-    bits[:, 0] = (torch.tensor(norms, dtype=torch.float64) ** 2).view(torch.int64)
-    for row in used:
-        bits[:, 1 + row // 32] |= 1 << (row % 32)
-    return bits
-
-
-def scalar_inputs(num_rows: int, step: int = 0, **hyper: float) -> dict[str, Tensor]:
-    return {
-        "table": torch.zeros(len(ops.TABLE), num_rows),
-        "steps": torch.full((num_rows,), step),
-        "report": torch.zeros(3, dtype=torch.float64),
-        "hyper": torch.tensor([list({**HYPER, **hyper}.values())], dtype=torch.float64),
-        "group_of_row": torch.zeros(num_rows, dtype=torch.int64),
-        "gathered": words([1.0], range(num_rows), num_rows),
-        "limits": torch.tensor([math.inf, 1.0], dtype=torch.float64),
-    }
-
-
-def table_of(num_rows: int = 1, step: int = 0, inactive: Sequence[int] = (), **hyper: float) -> Tensor:
-    """Return the scalar table of one step after `step` steps, without clipping."""
-    inputs = scalar_inputs(num_rows, step, **hyper)
-    inputs["gathered"] = words([1.0], [row for row in range(num_rows) if row not in inactive], num_rows)
-    ops.scalars_(**inputs, backend="torch")
-    return inputs["table"]
-
-
-def shard(numel: int, param: torch.dtype, grad: torch.dtype, special: bool = False) -> list[Any]:
-    """Return (param, master, exp_avg, exp_avg_sq, grad)."""
-    weight, exp_avg, exp_avg_sq, gradient = (seeded(numel, seed, special) for seed in range(4))
-    master = None if param == torch.float32 else weight
-    return [weight.to(param), master, exp_avg * 0.1, exp_avg_sq.abs() * 0.01, gradient.to(grad)]
-
-
-def ulp(value: Tensor) -> Tensor:
-    """Return the distance of fp32 numbers at the magnitude of an fp64 value."""
-    return torch.exp2(torch.floor(torch.log2(value.abs().clamp_min(2.0**-126))) - 23)
-
-
-# The update.
-
-
-@pytest.mark.parametrize("numel", SIZES)
-@pytest.mark.parametrize(("param", "grad"), RECIPES)
-@pytest.mark.parametrize("special", [False, True], ids=["normal", "special"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_adamw_equals_its_twin(numel: int, param: torch.dtype, grad: torch.dtype, special: bool, backend: str) -> None:
-    rows = rows_of([block * 5 // (numel // BLOCK) for block in range(numel // BLOCK)])
-    for l2, decoupled in ((False, 1.0), (True, 0.0)):
-        table = table_of(5, step=3, inactive=[1, 3], decoupled=decoupled)
-        state = shard(numel, param, grad, special)
-        done, expected = run_both(ops.adamw_, *state, table=table, rows=rows, l2=l2, backend=backend)
-        for actual, twin in zip(done, expected, strict=True):
-            if twin is not None:
-                assert_same_bits(actual, twin)
-
-
-@pytest.mark.parametrize(("param", "grad"), RECIPES)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_inactive_rows_keep_their_bits_whatever_the_gradient(
-    param: torch.dtype, grad: torch.dtype, backend: str
-) -> None:
-    # Rows 50 and 55: a skipped step leaves parameters and moments alone, also under NaN and infinity.
-    state = shard(4 * BLOCK, param, grad)
-    state[4][:] = torch.tensor([math.nan, math.inf, -math.inf, 1.0]).repeat(BLOCK).to(grad)
-    table, rows = table_of(2, inactive=[0, 1]), rows_of([0, 0, 1, 1])
-    done, _ = run_both(ops.adamw_, *state, table=table, rows=rows, backend=backend)
-    for actual, before in zip(done, state, strict=True):
-        if before is not None:
-            assert_same_bits(actual, before)
-
-
-@pytest.mark.parametrize("offset", range(16))
-def test_adamw_at_any_address(offset: int) -> None:
-    # Rows 15 and 16. The guards around the shard stay as they were, and their NaN goes nowhere (row 63).
-    state = shard(20 * BLOCK, torch.bfloat16, torch.bfloat16)
-    guarded = [torch.full((20 * BLOCK + 32,), math.nan, dtype=t.dtype, device=DEVICE) for t in state]
-    views = [buffer[offset : offset + 20 * BLOCK].copy_(t) for buffer, t in zip(guarded, state, strict=True)]
-    rows, table = rows_of([0] * 20), table_of()
-    ops.adamw_(*views, table=table.to(DEVICE), rows=placed(rows, DEVICE), backend="triton")
-    ops.adamw_(*state, table=table, rows=rows, backend="torch")
-    for buffer, view, expected in zip(guarded, views, state, strict=True):
-        assert_same_bits(view, expected)
-        assert buffer[:offset].isnan().all() and buffer[offset + 20 * BLOCK :].isnan().all()
-
-
-@pytest.mark.parametrize("pieces", [2, 5])
-def test_adamw_in_pieces_is_adamw_at_once(pieces: int) -> None:
-    # Row 41: several calls in one step.
-    state, table = shard(20 * BLOCK, torch.float32, torch.float32), table_of(4, step=1)
-    rows = [block // 5 for block in range(20)]
-    whole, _ = run_both(ops.adamw_, *state, table=table, rows=rows_of(rows))
-    per_piece = 20 // pieces
-    for piece in range(pieces):
-        window = slice(piece * per_piece * BLOCK, (piece + 1) * per_piece * BLOCK)
-        part = [None if t is None else t[window] for t in state]
-        part_rows = rows_of(rows[piece * per_piece : (piece + 1) * per_piece])
-        triton, _ = run_both(ops.adamw_, *part, table=table, rows=part_rows)
-        assert_same_bits(triton[0], whole[0][window])
-
-
-@pytest.mark.parametrize("backend", ["triton", "torch"])
-def test_small_numbers_survive_sixteen_bits(backend: Any) -> None:
-    device = DEVICE if backend == "triton" else "cpu"
-    rows, table = placed(rows_of([0]), device), table_of(weight_decay=0.0).to(device)
-    state = [placed(t, device) for t in shard(BLOCK, torch.float16, torch.float16)]
-    weight = state[0].clone()
-    for t in (*state[2:4], state[4]):
-        t.zero_()
-    state[1].copy_(state[0])
-    ops.adamw_(*state, table=table, rows=rows, backend=backend)
-    assert_same_bits(state[0], weight.cpu())  # row 29: eps must not become 0 in fp16
-    state[4].fill_(1e-4)
-    ops.adamw_(*state, table=table, rows=rows, backend=backend)
-    # Row 20: v must not pass through the parameter's 16 bits, where it would be 0.
-    torch.testing.assert_close(state[3].double(), 0.001 * state[4].double() ** 2, rtol=1e-6, atol=0.0)
-
-
-def test_bf16_parameters_have_a_master() -> None:
-    # Row 23: updates below half a bf16 ulp add up.
-    one, zero = torch.ones(BLOCK), torch.zeros(BLOCK)
-    state = [one.bfloat16(), one, zero, zero, one.bfloat16()]
-    for step in range(10):
-        table = table_of(step=step, lr=1e-4, weight_decay=0.0)
-        state, _ = run_both(ops.adamw_, *state, table=table, rows=rows_of([0]))
-    torch.testing.assert_close(state[1], torch.full((BLOCK,), 1 - 1e-3), rtol=1e-6, atol=0.0)
-
-
-@pytest.mark.parametrize("step", [0, 1, 10, 10_000])
-@pytest.mark.parametrize(("lr", "beta1", "beta2", "weight_decay"), [
-    (1e-3, 0.9, 0.999, 0.01), (3e-4, 0.9, 0.95, 0.1), (1e-2, 0.8, 0.99999, 0.0), (1.0, 0.0, 0.9, 0.0),
-])  # fmt: skip
-@pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
-def test_reference_is_torch_in_fp64(
-    step: int, lr: float, beta1: float, beta2: float, weight_decay: float, decoupled: bool
-) -> None:
-    # Rows 28 (bias correction on step 1) and 32 (decay before the update).
-    weight, _, exp_avg, exp_avg_sq, grad = shard(4096, torch.float32, torch.float32)
-    if step == 0:
-        exp_avg.zero_(), exp_avg_sq.zero_()
-    parameter = torch.nn.Parameter(weight.double())
-    parameter.grad = grad.double()
-    optimizer_class = torch.optim.AdamW if decoupled else torch.optim.Adam
-    optimizer = optimizer_class([parameter], lr=lr, betas=(beta1, beta2), weight_decay=weight_decay, foreach=False)
-    optimizer.state[parameter] = {
-        "step": torch.tensor(float(step)), "exp_avg": exp_avg.double(), "exp_avg_sq": exp_avg_sq.double(),
-    }  # fmt: skip
-    optimizer.step()
-    hyper = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "decoupled": float(decoupled)}
-    table, before = table_of(step=step, **hyper), (weight.clone(), exp_avg.clone(), exp_avg_sq.clone())
-    ops.adamw_(weight, None, exp_avg, exp_avg_sq, grad, table=table, rows=rows_of([0] * 64), l2=not decoupled)
-    state = optimizer.state[parameter]
-    w0, m0, v0, g = (t.double() for t in (*before, grad))
-    g_sum = g.abs() + (0.0 if decoupled else weight_decay * w0.abs())  # the terms of g may cancel
-    largest = {
-        "weight": torch.maximum(w0.abs(), parameter.data.abs()),
-        "exp_avg": torch.maximum(beta1 * m0.abs(), (1 - beta1) * g_sum),
-        "exp_avg_sq": beta2 * v0 + (1 - beta2) * g_sum**2,
-    }
-    allowed = {
-        name: (tolerances.ADAMW_ULP + tolerances.L2_ULP * (not decoupled)) * ulp(t) for name, t in largest.items()
-    }
-    allowed["weight"] += tolerances.UPDATE_ULP * ulp(
-        parameter.data - (w0 * (1 - lr * weight_decay) if decoupled else w0)
-    )
-    actual = {"weight": weight, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    exact = {"weight": parameter.data, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
-    for name in actual:
-        assert ((actual[name].double() - exact[name]).abs() <= allowed[name]).all(), name
-
+from zerokern.kernels import cast, codecs, pack, reduce, scalars, update
+from zerokern.ops import BLOCK, PARTIAL
 
 # The reduction.
 
@@ -278,6 +62,34 @@ def test_reduce_equals_its_twin(wire: torch.dtype, world: int, rank: int, accumu
         assert_same_bits(done[0], expected[0])
         rtol = tolerances.PARTIAL_RELATIVE if backend == "triton" else tolerances.NATIVE_PARTIAL_RELATIVE
         torch.testing.assert_close(done[3], expected[3], rtol=rtol, atol=0.0)
+
+
+@pytest.mark.parametrize("stored", FLOATS[1:])
+@pytest.mark.parametrize("wire", FLOATS)
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_reduce_into_a_sixteen_bit_shard(
+    stored: torch.dtype, wire: torch.dtype, accumulate: bool, backend: str
+) -> None:
+    # Sums are of fp32 and rounded once; the squares are those of what is stored.
+    for numel in (64, PARTIAL + 64, PARTIAL + 5):
+        chunks = torch.stack([seeded(numel, seed, special=True) for seed in range(3)]).to(wire)
+        shard, partials = seeded(numel, 4).to(stored), torch.zeros(ops.partials_numel(numel), dtype=torch.float64)
+        done, expected = run_both(
+            ops.reduce_, shard, chunks[1], chunks[::2], partials,
+            rank=1, scale=1 / 3, accumulate=accumulate, backend=backend,
+        )  # fmt: skip
+        assert_same_bits(done[0], expected[0])
+        total = (chunks[0].float() + chunks[1].float() + chunks[2].float()) * torch.tensor(1 / 3)
+        assert_same_bits(done[0], (total + shard.float() if accumulate else total).to(stored))
+        assert torch.equal(done[3].isfinite(), expected[3].isfinite())
+        finite = expected[3].isfinite()
+        torch.testing.assert_close(done[3][finite], expected[3][finite], rtol=1e-13, atol=0.0)
+        quiet = [torch.full((numel,), 0.1, dtype=wire) for _ in range(2)]
+        done, _ = run_both(
+            ops.reduce_, shard, quiet[0], quiet[1][None], partials, rank=0, scale=0.5, accumulate=False, backend=backend
+        )
+        assert done[3].sum() == pytest.approx((done[0].double() ** 2).sum().item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("wire", FLOATS)
@@ -314,6 +126,19 @@ def test_reduce_of_integers_is_exact_and_finite_squares_stay_finite() -> None:
         assert triton[3].sqrt().item() == pytest.approx(10 * value, rel=1e-7)
 
 
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_accumulation_loses_nothing_of_bf16_gradients(backend: Any) -> None:
+    # Row 39: sums of many micro-batches in bf16.
+    device = device_of(backend)
+    shard, partials = torch.zeros(BLOCK, device=device), torch.zeros(1, dtype=torch.float64, device=device)
+    exact, nothing = 0.0, torch.empty(0, BLOCK, dtype=torch.bfloat16, device=device)
+    for k in range(64):
+        grad = torch.full((BLOCK,), 1 + k * 2**-9, device=device).bfloat16()
+        exact += grad[0].double().item()
+        ops.reduce_(shard, grad, nothing, partials, rank=0, scale=1.0, accumulate=k > 0, backend=backend)
+    torch.testing.assert_close(shard.cpu().double(), torch.full((BLOCK,), exact).double(), rtol=1e-6, atol=0.0)
+
+
 @pytest.mark.parametrize("offset", range(0, 16, 3))
 def test_reduce_in_place_at_any_address_between_guards(offset: int) -> None:
     # Rows 15, 16 and 63: rows of `received` lie apart, NaN lies between them, and the shard is this rank's own chunk.
@@ -332,39 +157,73 @@ def test_reduce_in_place_at_any_address_between_guards(offset: int) -> None:
 # The scalars.
 
 
+def run_scalars(inputs: dict[str, Any], backend: str = "triton") -> tuple[list[Any], list[Any]]:
+    """Run on both back ends; return table, keys, steps and report of each."""
+    options = {name: value for name, value in inputs.items() if name not in OUTPUTS}
+    return run_both(ops.scalars_, *(inputs[name] for name in OUTPUTS), backend=backend, **options)
+
+
 @pytest.mark.parametrize("norms", [[0.5], [0.0, 0.0], [3.0, 4.0, 1e20], [math.inf, 1.0], [1.0, math.nan], [1e11] * 4])
 @pytest.mark.parametrize("limit", [math.inf, 1.0, 0.0])
 @pytest.mark.parametrize("loss_scale", [1.0, 65536.0])
-def test_scalars_equal_their_twin(norms: list[float], limit: float, loss_scale: float) -> None:
+@pytest.mark.parametrize("rule", ["adam", "lion", "sgd"])
+def test_scalars_equal_their_twin(norms: list[float], limit: float, loss_scale: float, rule: Any) -> None:
     # 70 parameters in two groups: three words of used bits; one maximizes with L2. Steps: row 49 and far beyond.
-    inputs = scalar_inputs(70)
-    other = {**HYPER, "lr": 1.0, "beta1": 0.0, "beta2": 0.95, "sign": -1.0, "decoupled": 0.0}
+    inputs = scalar_inputs(70, rule=rule)
+    other = {**HYPER, "lr": 1.0, "beta1": 0.0, "beta2": 0.95, "sign": -1.0, "decoupled": 0.0, "nesterov": 1.0}
     inputs["hyper"] = torch.cat((inputs["hyper"], torch.tensor([list(other.values())], dtype=torch.float64)))
     inputs["group_of_row"] = torch.arange(70) % 2
     inputs["steps"] = torch.tensor([0, 1, 15, 16, 17, 2**24, 2**35] * 10)
     inputs["gathered"] = words(norms, [row for row in range(70) if row % 3], 70)
     inputs["gathered"][0, 3] = 0  # what one rank did not use, another may have
     inputs["limits"] = torch.tensor([limit, loss_scale], dtype=torch.float64)
-    names = ("table", "steps", "report")
-    options = {k: v for k, v in inputs.items() if k not in names}
-    triton, expected = run_both(ops.scalars_, *(inputs[name] for name in names), **options)
+    triton, expected = run_scalars(inputs)
     for actual, twin in zip(triton, expected, strict=True):
         assert_same_bits(actual, twin)
+    table, keys, steps, report = triton
     finite = all(map(math.isfinite, norms))
     used = torch.tensor([bool(row % 3) and (row < 64 or len(norms) > 1) for row in range(70)])
-    assert torch.equal(triton[1] - inputs["steps"], (used & finite).long())
-    assert torch.equal(triton[0][-1] != 0, used & finite)
+    assert torch.equal(steps - inputs["steps"], (used & finite).long())  # row 49: an fp32 counter stops at 2^24
+    assert torch.equal(table[-1] != 0, used & finite)
+    assert torch.equal(keys, codecs.mix64(inputs["seeds"] + steps * codecs.GOLDEN))
     # Row 57: a norm that is not finite is reported as such. Row 56: the skipped step is counted.
-    assert math.isfinite(triton[2][0]) == finite and triton[2][2] == (not finite)
+    assert math.isfinite(report[0]) == finite and report[2] == (not finite)
 
 
 def test_many_parameters_take_several_programs() -> None:
-    inputs = scalar_inputs(2 * scalars.TILE + 3)
-    names = ("table", "steps", "report")
-    options = {k: v for k, v in inputs.items() if k not in names}
-    triton, expected = run_both(ops.scalars_, *(inputs[name] for name in names), **options)
+    triton, expected = run_scalars(scalar_inputs(2 * scalars.TILE + 3))
     for actual, twin in zip(triton, expected, strict=True):
         assert_same_bits(actual, twin)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_counters_and_keys_go_on_past_what_fp32_counts(backend: str) -> None:
+    # Rows 47 to 49: counters are int64 and live where the table does; each step has keys of its own.
+    inputs = placed_inputs = scalar_inputs(3, step=2**24)
+    placed_inputs = {k: placed(v, device_of(backend)) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    seen = set()
+    for done in range(1, 4):
+        ops.scalars_(**placed_inputs, backend=backend)  # type: ignore[arg-type]
+        assert placed_inputs["steps"].tolist() == [2**24 + done] * 3
+        seen |= {*placed_inputs["keys"].tolist()}
+    assert len(seen) == 9
+    # A key depends on seed and step, on nothing else: not on the other parameters, nor on whether it was used before.
+    alone = scalar_inputs(1, step=2**24 + 2)
+    alone["seeds"] = inputs["seeds"][1:2]
+    ops.scalars_(**alone, backend="torch")
+    assert alone["keys"][0] == placed_inputs["keys"][1].cpu()
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_the_norm_is_that_of_all_ranks(backend: str) -> None:
+    # Row 60: clipping by the norm of one's own shard.
+    inputs = scalar_inputs(2)
+    inputs["gathered"] = words([3.0, 4.0, 0.0, 12.0], [0, 1], 2)
+    inputs["limits"] = torch.tensor([1.0, 1.0], dtype=torch.float64)
+    table, _, _, report = run_scalars(inputs, backend)[0]
+    assert report[0] == 13.0
+    assert report[1].item() == pytest.approx(1 / 13, rel=1e-6)
+    assert table[0].tolist() == [report[1].float().item()] * 2
 
 
 # Packing and casts.
@@ -501,20 +360,60 @@ def test_casts_of_all_patterns(out: torch.dtype) -> None:
         assert_same_bits(triton[0], expected[0])
 
 
+# All of them.
+
+
+@pytest.mark.parametrize(
+    "kernel", [update.update_kernel, reduce.reduce_kernel, scalars.scalars_kernel, pack.pack_kernel, cast.cast_kernel]
+)
+def test_no_value_is_compiled_into_a_kernel(kernel: Any) -> None:
+    # Rows 45 and 46: Triton compiles anew for integers that are 1, or multiples of 16, unless told not to.
+    told = kernel.kwargs["do_not_specialize"] if hasattr(kernel, "kwargs") else kernel.do_not_specialize
+    values = {name for name in kernel.arg_names if name.islower() and not name.endswith("_ptr")}
+    assert values - {"scale"} == set(told)  # a float is never specialised
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(
     DEVICE != "cuda", reason="the interpreter compiles nothing; test_cards.py reads the specialisations"
 )
 def test_values_do_not_recompile() -> None:
-    # Rows 45 and 46.
+    # Rows 45 and 46, by what lies in the kernels' caches.
     counts = []
     for blocks, num_rows, step in ((16, 2, 0), (1, 1, 1), (17, 16, 16), (15, 3, 17), (1024, 17, 2**24)):
-        state = shard(blocks * BLOCK, torch.float32, torch.float32)
-        run_both(ops.adamw_, *state, table=table_of(num_rows, step), rows=rows_of([0] * blocks))
-        chunks, partials = state[4].view(1, -1), torch.zeros(ops.partials_numel(blocks * BLOCK), dtype=torch.float64)
+        state, grad = mixed_shard(VARIANTS["adamw"], "fp32", "fp32", blocks * BLOCK), seeded(blocks * BLOCK)
+        options = scalars_of(VARIANTS["adamw"], num_rows, step, lr=1.0 if step == 1 else 1e-3)
+        run_both(ops.update_, state, grad, rows=rows_of([0] * blocks), **options)
+        partials = torch.zeros(ops.partials_numel(blocks * BLOCK), dtype=torch.float64)
         for world in (1, 2):
-            run_both(ops.reduce_, state[0], state[0], chunks[: world - 1], partials, rank=0, scale=1 / world)
+            received = grad.view(1, -1)[: world - 1]
+            run_both(ops.reduce_, grad, grad, received, partials, rank=0, scale=1 / world)
+        run_scalars(scalar_inputs(num_rows, step))
         device = torch.cuda.current_device()
-        kernels = (adamw.adamw_kernel, reduce.reduce_kernel)
+        kernels = (update.update_kernel, reduce.reduce_kernel, scalars.scalars_kernel)
         counts.append([len(kernel.device_caches[device][0]) for kernel in kernels])
     assert all(count == counts[0] for count in counts)
+
+
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_no_operation_draws_from_torch(backend: Any) -> None:
+    # Rounding at random must not change what a training run draws, nor be changed by it.
+    device = device_of(backend)
+    chosen = VARIANTS["amsgrad"]
+    before = torch.get_rng_state()
+    state = shard_of(chosen, "split24", "8bit", seeded(BLOCK), backend=backend)
+    options = {k: placed(v, device) if isinstance(v, Tensor) else v for k, v in scalars_of(chosen).items()}
+    grad, partials = seeded(BLOCK).to(device), torch.zeros(1, dtype=torch.float64, device=device)
+    ops.update_(state, grad, rows=placed(rows_of([0]), device), backend=backend, **options)
+    ops.reduce_(grad, grad, grad[None, :][:0], partials, rank=0, scale=1.0, backend=backend)
+    ops.cast_(state.param, grad, backend=backend)
+    ops.pack_([state.param], [grad], 0.5, backend=backend)
+    inputs = {k: placed(v, device) if isinstance(v, Tensor) else v for k, v in scalar_inputs(1).items()}
+    ops.scalars_(**inputs, backend=backend)
+    assert torch.equal(torch.get_rng_state(), before)
+    # The same seed, the same bits, whatever was drawn meanwhile.
+    again = shard_of(chosen, "split24", "8bit", seeded(BLOCK), backend=backend)
+    torch.rand(7)
+    ops.update_(again, seeded(BLOCK).to(device), rows=placed(rows_of([0]), device), backend=backend, **options)
+    assert again.exp_avg is not None and state.exp_avg is not None
+    assert_same_bits(again.exp_avg.values, state.exp_avg.values.cpu())

@@ -98,7 +98,7 @@ def test_pieces_cover_every_element_once(layout: Layout) -> None:
 def test_runs_cover_every_block_once(layout: Layout) -> None:
     for bucket in layout.buckets:
         for rank in range(layout.world):
-            _assert_tiles([(first, end) for first, end, _ in bucket.runs(rank)], bucket.shard_numel // BLOCK)
+            _assert_tiles([(first, end) for first, end, _, _ in bucket.runs(rank)], bucket.shard_numel // BLOCK)
 
 
 @given(layouts)
@@ -106,7 +106,7 @@ def test_runs_and_pieces_name_the_same_parameters(layout: Layout) -> None:
     """An update of a piece uses the row of the run that it lies in."""
     for bucket in layout.buckets:
         for rank in range(layout.world):
-            owner = {block: param for first, end, param in bucket.runs(rank) for block in range(first, end)}
+            owner = {block: param for first, end, param, _ in bucket.runs(rank) for block in range(first, end)}
             for piece in bucket.pieces(rank):
                 assert {owner[e // BLOCK] for e in range(piece.start, piece.start + piece.numel)} == {piece.param}
 
