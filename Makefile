@@ -3,7 +3,7 @@
 #   make demo    train a small GPT under plain AdamW and ZeRO-1, 2, 3, and compare       ARGS="--steps 100 --dtype bf16"
 #   make test    run the tests                                                           ARGS="-k layout"
 #   make lint    check style and types
-#   make bench   run the microbenchmarks                                                 ARGS="bench/test_adamw.py"
+#   make bench   run the microbenchmarks                                                 ARGS="bench/test_update.py"
 #   make clean   remove the environment and everything that was built
 
 SHELL := /bin/sh

@@ -1,33 +1,37 @@
 """Kernel cards: what each kernel compiles to on each GPU, read from the machine code. Needs no GPU.
 
-    python -m bench.cards           a table
-    python -m bench.cards --json    the same for programs
+    python -m bench.cards                           a table
+    python -m bench.cards --json > FILE             the same for programs
+    python -m bench.cards --write FILE [FILE ...]   bench/cards.md, from such files of one or more Tritons
 
 Triton compiles for any target on any machine, and its wheel ships NVIDIA's disassembler. Bytes per element come from
-the loads and stores of Triton's GPU dialect, their widths from the SASS, contraction from the PTX (SASS has FFMA inside
-the expansions of correctly rounded quotients and roots).
+the loads and stores of Triton's GPU dialect, products of 32-bit integers from its first dialect, widths and numbers of
+instructions from the machine code, contraction from the PTX or LLVM IR (machine code has FMA inside the expansions of
+correctly rounded quotients and roots).
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
 import json
+import os
 import re
-import subprocess
-import tempfile
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import triton
-import triton.language as tl
+from triton.backends import backends
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from zerokern.kernels import adamw, cast, launch, pack, reduce, scalars
-from zerokern.kernels.reference import BLOCK, HYPER, PARTIAL, STEP_BITS
+from zerokern.kernels import launch
+from zerokern.kernels.arguments import BLOCK
+
+from . import cards_ir, cards_table, sass
+from .cards_recipes import WORLD, Recipe, recipes
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -35,27 +39,38 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-WORLD = 4
-"""Ranks for which the bytes of the reduction are counted."""
-
-ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8, "f32": 4, "f16": 2, "f64": 8, "i64": 8, "i32": 4}
-TL_DTYPE = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
+PAGE = Path(__file__).parent / "cards.md"
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
-    """One way to compile a kernel: as its launcher would for tensors on 16 bytes."""
+class Machine:
+    """The public numbers of a GPU that bound how fast a kernel can be."""
 
     name: str
-    kernel: Any
-    types: dict[str, str]
-    """Runtime arguments."""
-    constexprs: dict[str, Any]
-    warps: int
-    tile: int
-    """Elements per program."""
-    sizes: dict[str, int]
-    """What the words of the docstring's byte counts stand for."""
+    multiprocessors: int
+    gigahertz: float
+    terabytes: float
+    """Per second, of memory."""
+
+    @property
+    def instructions(self) -> float:
+        """Instructions of single lanes per second: four schedulers a multiprocessor, each one warp instruction a
+        cycle (CUDA C++ Programming Guide, "Compute Capabilities": 8.0, 9.0 and 10.0)."""
+        return self.multiprocessors * 4 * 32 * self.gigahertz * 1e9
+
+
+# From memory of the vendors' papers; no link was opened for this.
+# A100: "NVIDIA A100 Tensor Core GPU Architecture" (2020): 108 SMs, boost clock 1,410 MHz; data sheet of the 40 GB
+#   model: 1,555 GB/s.
+# H100: "NVIDIA H100 Tensor Core GPU Architecture" (2022): 132 SMs (SXM5); data sheet: 3.35 TB/s. 1.755 GHz is the boost
+#   clock of the PCIe card and stands for a loaded SXM one, whose peak of 67 fp32 TFLOPS means 1.98 GHz.
+# B200: data sheet of HGX and DGX B200: 8 TB/s a GPU. 148 SMs and 1.85 GHz are what drivers report.
+# MI300X: left out, since how its SIMDs issue 64-wide waves is not clear enough for a number of this kind.
+MACHINES = {
+    "sm_80": Machine("A100 40 GB", 108, 1.41, 1.555),
+    "sm_90": Machine("H100 SXM", 132, 1.755, 3.35),
+    "sm_100": Machine("B200", 148, 1.85, 8.0),
+}
 
 
 @dataclasses.dataclass
@@ -64,110 +79,88 @@ class Card:
 
     recipe: str
     target: str
+    triton: str
     registers: int
     spill_bytes: int
+    shared_bytes: int
+    layout_changes: int
+    """Conversions between layouts of threads, which go through shared memory unless they stay inside a warp."""
     loads: dict[str, int]
     """Global loads by width in bits, as they stand in the code. Loops may be unrolled."""
     stores: dict[str, int]
+    read_streams: dict[str, float]
+    """Loads of a whole tile, by bytes per element; entry "0" is the scales, in bytes per element."""
+    write_streams: dict[str, float]
     read_bytes: float | None
     """Per element, counted. None where nothing is stated per element."""
     write_bytes: float | None
     stated_read_bytes: float | None
     stated_write_bytes: float | None
+    floor_bytes: float | None
+    """Read and written, by the recipe."""
     threads: int
     tile: int
-    contractions: int | None
-    """Fused multiply-adds in the PTX. None on AMD: its assembly cannot tell them from expanded quotients."""
-    approximations: int | None
-    """Flushed subnormals, approximate quotients and roots in the PTX."""
-    i32_products: int
-    """Products of 32-bit integers. An address may come of any of them."""
+    instructions: float | None
+    """Per element: what a thread issues over the elements it owns (`sass.instructions_run`). None on AMD and where
+    nothing is stated per element."""
+    issue_fraction: float | None
+    """Upper bound of the fraction of memory bandwidth, by the issue of instructions alone: time of memory over time of
+    issue, at most 1. Slow instructions count as any other: MUFU (roots, quotients) runs at 1/8 of this rate, integer
+    instructions (and on A100 fp32 ones) at 1/2 per pipe. Latency, occupancy and launches are not in it."""
+    contractions: int
+    """Fused multiply-adds in the PTX; on AMD, what LLVM IR allows to be fused."""
+    approximations: int
+    """Flushed subnormals, approximate quotients and roots in the PTX or LLVM IR."""
+    address_products: list[str]
+    """Products of 32-bit integers that an address comes of."""
     specialised: list[str]
     """Integer arguments for whose values Triton would compile again."""
 
 
-def recipes() -> Iterator[Recipe]:
-    """Yield every recipe the library launches."""
-    for param, grad in (("fp32", "fp32"), ("fp32", "bf16"), ("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16")):
-        yield _adamw(param, grad)
-    yield _adamw("fp32", "fp32", l2=True)
-    for wire, accumulate in (("fp32", False), ("bf16", False), ("fp16", False), ("fp32", True), ("bf16", True)):
-        yield _reduce(wire, accumulate)
-    for source, destination, scaled in (
-        ("bf16", "bf16", False), ("fp32", "fp32", False), ("bf16", "fp32", False), ("fp32", "bf16", True)
-    ):  # fmt: skip
-        yield _pack(source, destination, scaled)
-    for source, out in (("fp32", "bf16"), ("bf16", "fp32"), ("fp32", "fp16")):
-        types = {"out_ptr": f"*{out}", "source_ptr": f"*{source}", "numel": "i32"}
-        sizes = {"source": ITEMSIZE[source], "out": ITEMSIZE[out]}
-        yield Recipe(f"cast {source} -> {out}", cast.cast_kernel, types, {"TILE": cast.TILE}, 4, cast.TILE, sizes)
-    pointers = {"table": "fp32", "steps": "i64", "report": "fp64", "hyper": "fp64", "group": "i64"}
-    pointers |= {"gathered": "i64", "limits": "fp64"}
-    types = {f"{name}_ptr": f"*{dtype}" for name, dtype in pointers.items()}
-    types |= dict.fromkeys(("num_rows", "num_words", "world"), "i32")
-    constexprs = {"HYPER": len(HYPER), "BITS": STEP_BITS, "TILE": scalars.TILE}
-    yield Recipe("scalars", scalars.scalars_kernel, types, constexprs, 4, scalars.TILE, {})
-
-
-def _adamw(param: str, grad: str, l2: bool = False) -> Recipe:
-    master = param != "fp32"
-    types = {"param_ptr": f"*{param}", "weight_ptr": "*fp32", "exp_avg_ptr": "*fp32", "exp_avg_sq_ptr": "*fp32"}
-    types |= {"grad_ptr": f"*{grad}", "table_ptr": "*fp32", "block_row_ptr": "*i32"}
-    types |= dict.fromkeys(("num_blocks", "num_rows"), "i32")
-    constexprs = {"HAS_MASTER": master, "L2": l2, "ROWS": adamw.ROWS, "BLOCK": BLOCK}
-    sizes = {"grad": ITEMSIZE[grad], "param": ITEMSIZE[param] if master else 0}
-    name = f"adamw {param}{' + fp32 master' if master else ''}, grad {grad}{', l2' if l2 else ''}"
-    return Recipe(name, adamw.adamw_kernel, types, constexprs, 4, adamw.ROWS * BLOCK, sizes)
-
-
-def _reduce(wire: str, accumulate: bool) -> Recipe:
-    types = {"shard_ptr": "*fp32", "own_ptr": f"*{wire}", "received_ptr": f"*{wire}", "partials_ptr": "*fp64"}
-    types |= dict.fromkeys(("numel", "received_stride", "rank", "num_received"), "i32") | {"scale": "fp32"}
-    constexprs = {"ACCUMULATE": accumulate, "WHOLE_BLOCKS": True, "BLOCK": BLOCK, "PARTIAL": PARTIAL}
-    sizes = {"W": WORLD, "wire": ITEMSIZE[wire], "shard": 4 if accumulate else 0}
-    name = f"reduce {wire}{', accumulate' if accumulate else ''}"
-    return Recipe(name, reduce.reduce_kernel, types, constexprs, 8, PARTIAL, sizes)
-
-
-def _pack(source: str, destination: str, scaled: bool) -> Recipe:
-    constexprs = {"SOURCE": TL_DTYPE[source], "DESTINATION": TL_DTYPE[destination], "SCALED": scaled, "ALIGNED": True}
-    constexprs |= {"TILE": cast.TILE}
-    types = {"table_ptr": "*i64", "num_tensors": "i32", "scale": "fp32"}
-    sizes = {"source": ITEMSIZE[source], "destination": ITEMSIZE[destination]}
-    name = f"pack {source} -> {destination}{', scaled' if scaled else ''}"
-    return Recipe(name, pack.pack_kernel, types, constexprs, 4, cast.TILE, sizes)
-
-
 def compile_card(recipe: Recipe, target: str) -> Card:
     """Compile a recipe for a target, with the hints that its launcher gives, and read the card off the code."""
-    names = recipe.kernel.arg_names
-    signature = {name: recipe.types.get(name, "constexpr") for name in names}
-    hints = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
-    constexprs = {(names.index(name),): value for name, value in recipe.constexprs.items()}
-    compiled = triton.compile(
-        ASTSource(fn=recipe.kernel, signature=signature, constexprs=constexprs, attrs=hints),
-        target=TARGETS[target],
-        options={"enable_fp_fusion": False, "num_warps": recipe.warps},
-    )
-    ir = compiled.asm["ttgir"]
+    compiled = _compiled(recipe, target)
+    threads = recipe.warps * TARGETS[target].warp_size
     stated = [_stated(recipe, section) for section in ("Reads", "Writes")]
-    if target.startswith("sm"):
-        code = _nvidia(compiled.asm["cubin"])
-        ptx = compiled.asm["ptx"]
-        code["contractions"] = len(re.findall(r"\bfma\.", ptx))
-        code["approximations"] = len(re.findall(r"\.ftz|\.approx|div\.full", ptx))
+    ir = compiled.asm["ttgir"]
+    # The two loops of the reduction run W - 1 times together, so each counts for half of that.
+    rows = recipe.tile // BLOCK if "ROWS" in recipe.constexprs else 0
+    read, written = (
+        cards_ir.streams(ir, operation, recipe.tile, rows, (WORLD - 1) / 2) for operation in ("tt.load", "tt.store")
+    )
+    moved = [None if s is None else cards_ir.bytes_per_element(c) for s, c in zip(stated, (read, written), strict=True)]
+    instructions = None
+    if target in MACHINES:
+        code = sass.nvidia(compiled.asm["cubin"])
+        issued = code.pop("code")
+        if stated[0] is not None:
+            in_loops = (WORLD - 1) * recipe.sizes["wire"] * recipe.tile / threads / 16 if "W" in recipe.sizes else 0
+            instructions = sass.instructions_run(issued, in_loops) / (recipe.tile / threads)
+        code["contractions"] = len(re.findall(r"\bfma\.", compiled.asm["ptx"]))
+        code["approximations"] = len(re.findall(r"\.ftz|\.approx|div\.full", compiled.asm["ptx"]))
     else:
-        code = _amd(compiled.asm["amdgcn"])
+        code = sass.amd(compiled.asm["amdgcn"])
+        # Not llvm.fma: Triton 3.6 itself expands a root into some.
+        code["contractions"] = len(re.findall(r"fmuladd|\bcontract\b|\bfast\b", compiled.asm["llir"]))
+        code["approximations"] = len(re.findall(r"\b(?:afn|arcp|reassoc)\b|!fpmath", compiled.asm["llir"]))
     return Card(
         recipe=recipe.name,
         target=target,
-        read_bytes=_counted(ir, "tt.load", recipe.tile) if stated[0] is not None else None,
-        write_bytes=_counted(ir, "tt.store", recipe.tile) if stated[1] is not None else None,
+        triton=triton.__version__,
+        shared_bytes=compiled.metadata.shared,
+        layout_changes=len(re.findall(r"ttg\.convert_layout\b", ir)),
+        read_streams={str(size): count for size, count in read.items()},
+        write_streams={str(size): count for size, count in written.items()},
+        read_bytes=moved[0],
+        write_bytes=moved[1],
         stated_read_bytes=stated[0],
         stated_write_bytes=stated[1],
-        threads=recipe.warps * TARGETS[target].warp_size,
+        floor_bytes=recipe.floor,
+        threads=threads,
         tile=recipe.tile,
-        i32_products=len(re.findall(r"arith\.muli .*: (?:tensor<[\dx]*xi32\b|i32\b)", compiled.asm["ttir"])),
+        instructions=instructions,
+        issue_fraction=_issue_fraction(target, instructions, sum(filter(None, moved))),
+        address_products=cards_ir.products_in_addresses(compiled.asm["ttir"]),
         specialised=[
             parameter.name
             for parameter in recipe.kernel.params
@@ -177,95 +170,94 @@ def compile_card(recipe: Recipe, target: str) -> Card:
     )
 
 
+def _compiled(recipe: Recipe, target: str) -> Any:
+    names = recipe.kernel.arg_names
+    signature = {name: recipe.types.get(name, "constexpr") for name in names}
+    hints = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
+    constexprs = {(names.index(name),): value for name, value in recipe.constexprs.items()}
+    return triton.compile(
+        ASTSource(fn=recipe.kernel, signature=signature, constexprs=constexprs, attrs=hints),
+        target=TARGETS[target],
+        options={"enable_fp_fusion": False, "num_warps": recipe.warps},
+    )
+
+
 def _stated(recipe: Recipe, section: str) -> float | None:
     """Return the bytes per element that a section of the kernel's docstring states."""
     found = re.search(rf"{section}:(?:(?!\n    \w+:)[\s\S])*?bytes per element: ([^\n]+)", recipe.kernel.__doc__)
     return float(eval(found[1], {"__builtins__": {}}, recipe.sizes)) if found else None
 
 
-def _counted(ir: str, operation: str, tile: int) -> float:
-    """Return the bytes per element that whole-tile loads or stores move.
+def _issue_fraction(target: str, instructions: float | None, moved: float) -> float | None:
+    if instructions is None:
+        return None
+    machine = MACHINES[target]
+    return min(1.0, moved / (machine.terabytes * 1e12) / (instructions / machine.instructions))
 
-    Loops only run over ranks: the two of the reduction run W - 1 times together, so each counts for half of that.
+
+def check_targets(targets: Iterable[str]) -> None:
+    """Refuse targets that this Triton cannot compile for, before anything is compiled.
+
+    Raises:
+        SystemExit: with the names of the missing ones.
     """
-    total = 0.0
-    loop_indents: list[int] = []
-    for line in ir.splitlines():
-        indent = len(line) - len(line.lstrip())
-        if loop_indents and indent == loop_indents[-1] and re.match(r" *\}(?! do)", line):
-            loop_indents.pop()
-        if "scf.while" in line:
-            loop_indents.append(indent)
-        found = re.search(rf"{re.escape(operation)} .*: tensor<([\dx]+)x!tt.ptr<(\w+)>", line)
-        if found:
-            numel = 1
-            for length in found[1].split("x"):
-                numel *= int(length)
-            if numel == tile:
-                total += ITEMSIZE[found[2]] * ((WORLD - 1) / 2 if loop_indents else 1)
-    return total
+    for target in targets:
+        if not any(backend.compiler.supports_target(TARGETS[target]) for backend in backends.values()):
+            raise SystemExit(
+                f"bench.cards: Triton {triton.__version__} has no back end for {target}, only: {', '.join(backends)}; "
+                "choose others with --target"
+            )
+        if target in MACHINES and not sass.TOOL.exists():
+            raise SystemExit(
+                f"bench.cards: Triton {triton.__version__} came without {sass.TOOL.name}, which {target} needs: "
+                "install the wheel from PyPI"
+            )
 
 
-def _nvidia(cubin: bytes) -> dict[str, Any]:
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        text = subprocess.run([tool, "-res-usage", "-sass", path], capture_output=True, text=True, check=True)
-    sass = text.stdout + text.stderr
-    usage = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", sass))
-    return {
-        "registers": int(usage["REG"]),
-        # Spills go to the stack, and the instructions that reach it are LDL and STL.
-        "spill_bytes": int(usage["STACK"]) + int(usage["LOCAL"]) + len(re.findall(r"\b(?:LDL|STL)\b", sass)),
-        "loads": _widths(re.findall(r"\bLDG((?:\.\w+)*)", sass)),
-        "stores": _widths(re.findall(r"\bSTG((?:\.\w+)*)", sass)),
-    }
+def _made(task: tuple[int, str]) -> Card | str:
+    """Make one card in a worker process, which finds the recipe by its number: kernels cannot be pickled."""
+    recipe = list(recipes())[task[0]]
+    try:
+        return compile_card(recipe, task[1])
+    except Exception as error:
+        return f"bench.cards: Triton {triton.__version__} fails at {recipe.name} for {task[1]}: {error!r}"
 
 
-def _widths(suffixes: list[str]) -> dict[str, int]:
-    bits = {"256": "256", "128": "128", "64": "64", "U16": "16", "S16": "16", "U8": "8", "S8": "8"}
-    return dict(Counter(next((bits[s] for s in suffix.split(".") if s in bits), "32") for suffix in suffixes))
+def make_cards(targets: Sequence[str], pattern: str = "") -> list[Card]:
+    """Make the cards of all recipes whose names a pattern is found in.
+
+    Raises:
+        SystemExit: a target that is missing, recipes that do not compile, or none that match.
+    """
+    check_targets(targets)
+    numbers = [number for number, recipe in enumerate(recipes()) if re.search(pattern, recipe.name)]
+    if not numbers:
+        raise SystemExit(f"bench.cards: no recipe matches {pattern!r}; run without --recipe to see their names")
+    tasks = [(number, target) for target in targets for number in numbers]
+    with concurrent.futures.ProcessPoolExecutor(os.cpu_count()) as pool:
+        made = list(pool.map(_made, tasks, chunksize=4))
+    failures = [failure for failure in made if isinstance(failure, str)]
+    if failures:
+        raise SystemExit("\n".join(failures))
+    return [card for card in made if isinstance(card, Card)]
 
 
-def _amd(assembly: str) -> dict[str, Any]:
-    def number(key: str) -> int:
-        return int(re.search(rf"\.{key}:\s*(\d+)", assembly)[1])  # type: ignore[index]
-
-    def widths(kind: str) -> dict[str, int]:
-        bits = {"dwordx4": "128", "dwordx2": "64", "dword": "32", "ushort": "16", "short": "16", "short_d16": "16"}
-        found = re.findall(rf"\b(?:global|buffer|flat)_{kind}_(\w+)", assembly)
-        return dict(Counter(bits.get(suffix, suffix) for suffix in found))
-
-    return {
-        "registers": number("vgpr_count"),
-        "spill_bytes": number("private_segment_fixed_size") + 4 * number("vgpr_spill_count"),
-        "loads": widths("load"),
-        "stores": widths("store"),
-        "contractions": None,
-        "approximations": None,
-    }
-
-
-def main() -> None:
-    """Print the cards."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the cards, or write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--write", type=Path, nargs="+", metavar="FILE", help="write bench/cards.md from JSON files")
     parser.add_argument("--target", choices=TARGETS, action="append", help="only this target; may be repeated")
-    arguments = parser.parse_args()
+    parser.add_argument("--recipe", default="", help="only recipes that this regular expression is found in")
+    chosen = parser.parse_args(arguments)
+    if chosen.write:
+        machines = ", ".join(f"{machine.name} ({target})" for target, machine in MACHINES.items())
+        PAGE.write_text(cards_table.page([json.loads(path.read_text()) for path in chosen.write], machines))
+        return
     if launch.INTERPRETED:
         raise SystemExit("bench.cards: TRITON_INTERPRET is set, and interpreted kernels cannot be compiled; unset it")
-    cards = [compile_card(recipe, target) for target in arguments.target or TARGETS for recipe in recipes()]
-    if arguments.json:
-        print(json.dumps([dataclasses.asdict(card) for card in cards]))
-        return
-    print("| kernel | target | registers | spills | bytes per element read + written | loads | stores |")
-    print("| --- " * 7 + "|")
-    for card in cards:
-        moved = "" if card.read_bytes is None else f"{card.read_bytes:g} + {card.write_bytes:g}"
-        loads, stores = (", ".join(f"{n} x {bits}" for bits, n in w.items()) for w in (card.loads, card.stores))
-        row = (card.recipe, card.target, card.registers, card.spill_bytes, moved, loads, stores)
-        print("| " + " | ".join(map(str, row)) + " |")
+    cards = [dataclasses.asdict(card) for card in make_cards(chosen.target or list(TARGETS), chosen.recipe)]
+    print(json.dumps(cards) if chosen.json else cards_table.tables([cards]))
 
 
 if __name__ == "__main__":

@@ -9,11 +9,28 @@ import pytest
 import torch
 
 from bench import timing
-from bench.cases import Unavailable, make
+from bench.cases import make
 from bench.machine import describe
+from bench.recipes import Unavailable, mebi
 
 _rows: list[dict[str, Any]] = []
 _absent: list[str] = []
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the choice of sizes."""
+    parser.addoption("--mi", help="only these sizes, in Mi elements: --mi 1 or --mi 1,16")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Drop the cases of other sizes."""
+    chosen = config.getoption("--mi")
+    if chosen is None:
+        return
+    sizes = set(mebi(chosen))
+    other = [item for item in items if hasattr(item, "callspec") and item.callspec.params["numel"] not in sizes]
+    items[:] = [item for item in items if item not in other]
+    config.hook.pytest_deselected(items=other)
 
 
 @pytest.fixture(autouse=True)
@@ -36,11 +53,11 @@ def score(benchmark: Any) -> Callable[[str, str, str, int], None]:
             if str(reason) not in _absent:
                 _absent.append(str(reason))
             pytest.skip(str(reason))
-        ceiling = timing.Ceiling(case.touched)
+        ceiling = timing.Ceiling(case.moved)
         benchmark.group = f"{op}, {recipe}, {numel >> 20} Mi"
         benchmark.pedantic(case.run, setup=ceiling, rounds=timing.ROUNDS, warmup_rounds=2)
         if benchmark.stats is not None:  # None under --benchmark-disable
-            row = case.score(benchmark.stats.stats.median, ceiling)
+            row = case.score(benchmark.stats.stats.median, ceiling.gb_per_s)
             benchmark.extra_info.update(row)
             _rows.append(row)
 
