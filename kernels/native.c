@@ -5,7 +5,7 @@
  */
 #include "vectors.h"
 
-enum { BLOCK = 64, PARTIAL = 4096, LANES = 16 };
+enum { BLOCK = 64, PARTIAL = 4096, LANES = 16, AHEAD = 256 };
 
 /* How weights and moments are stored; native.py counts in the same order. MASTER is fp32 beside a 16-bit parameter. */
 enum format { NONE, FP32, BF16, FP16, MASTER, SPLIT32, SPLIT24, BLOCK8 };
@@ -171,7 +171,8 @@ INLINE void store8(const struct moment *moment, int64_t block, const words *x, c
 
 /* ---------------------------------------------------------------- streams: storage.py */
 
-INLINE void load(floats *x, const void *values, int64_t format, int64_t at) {
+/* `plain`: everything is fp32, so the order of elements in a group is that of memory. */
+INLINE void load(floats *x, const void *values, int64_t format, int64_t at, int plain) {
     const uint16_t *in = (const uint16_t *)values + at;
     if (format == BF16) {
         load_halves((words *)x, in, NULL);
@@ -181,49 +182,50 @@ INLINE void load(floats *x, const void *values, int64_t format, int64_t at) {
         FOUR(x[k] = (floats)load_vector((const float *)values + at + k * EIGHT);)
     else
         FOUR(x[k] = load_fp16(in + k * EIGHT);)
-    from_memory(x);
+    if (!plain) from_memory(x);
 }
 
-INLINE void store(void *values, int64_t format, int64_t at, const floats *x) {
+INLINE void store(void *values, int64_t format, int64_t at, const floats *x, int plain) {
     uint16_t *out = (uint16_t *)values + at;
     if (format == BF16) {
         store_bf16(out, x);
         return;
     }
     floats y[4] = {x[0], x[1], x[2], x[3]};
-    to_memory(y);
+    if (!plain) to_memory(y);
     if (format == FP32)
         FOUR(store_vector((float *)values + at + k * EIGHT, (words)y[k]);)
     else
         FOUR(store_fp16(out + k * EIGHT, y[k]);)
 }
 
-INLINE void load_weights(floats *w, const struct update *u, int format, int64_t at) {
+INLINE void load_weights(floats *w, const struct update *u, int format, int64_t at, int plain) {
     const uint16_t *high = (const uint16_t *)u->param + at;
     if (format == SPLIT24)
         load_split24((words *)w, high, (const int8_t *)u->master + at);
     else if (format == SPLIT32)
         load_halves((words *)w, high, (const int16_t *)u->master + at);
     else
-        load(w, u->master, format == BF16 ? BF16 : FP32, at);
+        load(w, u->master, format == BF16 ? BF16 : FP32, at, plain);
 }
 
-INLINE void store_weights(const struct update *u, int format, int64_t at, const floats *w, const words *random) {
+INLINE void store_weights(const struct update *u, int format, int64_t at, const floats *w, const words *random,
+                          int plain) {
     uint16_t *high = (uint16_t *)u->param + at;
     words upper[4];
     FOUR(upper[k] = random[k] >> 16;)
-    if (format == FP32 || format == MASTER) store(u->master, FP32, at, w);
-    if (format == MASTER) store(u->param, u->param_format, at, w);
+    if (format == FP32 || format == MASTER) store(u->master, FP32, at, w, plain);
+    if (format == MASTER) store(u->param, u->param_format, at, w, 0);
     if (format == BF16) store_bf16_stochastic(high, w, upper);
     if (format == SPLIT32) store_split32(high, (int16_t *)u->master + at, w);
     if (format == SPLIT24) store_split24(high, (int8_t *)u->master + at, w, upper);
 }
 
-INLINE void load_moment(floats *x, const struct moment *moment, int format, int64_t at, int mantissa) {
+INLINE void load_moment(floats *x, const struct moment *moment, int format, int64_t at, int mantissa, int plain) {
     if (format == BLOCK8)
         load8(x, (const uint8_t *)moment->values + at, moment->scale[at / BLOCK], mantissa);
     else
-        load(x, moment->values, format == FP32 ? FP32 : BF16, at);
+        load(x, moment->values, format == FP32 ? FP32 : BF16, at, plain);
 }
 
 /* Of one block, what waits until its largest number is known. */
@@ -232,10 +234,10 @@ struct kept {
 };
 
 INLINE void store_moment(const struct moment *moment, int format, int64_t at, const floats *x, const words *random,
-                         int high, words *kept) {
+                         int high, words *kept, int plain) {
     words half[4];
     FOUR(half[k] = high ? random[k] >> 16 : random[k] & 0xffffu;)
-    if (format == FP32) store(moment->values, FP32, at, x);
+    if (format == FP32) store(moment->values, FP32, at, x, plain);
     if (format == BF16) store_bf16_stochastic((uint16_t *)moment->values + at, x, half);
     if (format == BLOCK8) FOUR(kept[k] = (words)x[k];)
 }
@@ -243,11 +245,11 @@ INLINE void store_moment(const struct moment *moment, int format, int64_t at, co
 /* ---------------------------------------------------------------- the update: rules.py */
 
 INLINE void root_of_largest(floats *root, const struct moment *moment, int format, int64_t at, const floats *v,
-                            const words *random) {
+                            const words *random, int plain) {
     floats largest[4];
-    load_moment(largest, moment, format, at, ROOT);
+    load_moment(largest, moment, format, at, ROOT, plain);
     FOUR(largest[k] = (floats)choose(v[k] > largest[k], (words)v[k], (words)largest[k]);)
-    store_moment(moment, format, at, largest, random, 0, NULL);
+    store_moment(moment, format, at, largest, random, 0, NULL, plain);
     FOUR(root[k] = root_of(largest[k]);)
 }
 
@@ -257,29 +259,49 @@ INLINE floats sign_of(floats x) {
     return (floats)choose((x > 0.0f) | (x < 0.0f), one, (words)x);
 }
 
+INLINE int bytes_of(int format) {
+    if (format == NONE) return 0;
+    return format == FP32 || format == MASTER ? 4 : format == SPLIT24 || format == BLOCK8 ? 1 : 2;
+}
+
+/* Asks for what is needed AHEAD elements further on: the hardware does not follow so many streams at a time. */
+INLINE void fetch(const void *stream, int64_t at, int format, int written) {
+    const char *address = (const char *)stream + (at + AHEAD) * bytes_of(format);
+    for (int line = 0; line < GROUP * bytes_of(format); line += 64)
+        if (written)
+            __builtin_prefetch(address + line, 1);
+        else
+            __builtin_prefetch(address + line, 0);
+}
+
 /* One block with formats that are constants, where it pays, or read from u. c: the scalars of its row, eight times. */
 INLINE void update_block(const struct update *u, int64_t block, uint64_t key, const floats *c, int rule, int weights,
-                         int first, int second, int most) {
+                         int first, int second, int most, int plain) {
     const int for_weights = weights == BF16 || weights == SPLIT24 || most == BF16;
     const int for_moments = for_weights || first > FP32 || second > FP32;
     struct kept kept;
     words largest_first = {0}, largest_root = {0};
     for (int i = 0; i < BLOCK; i += GROUP) {
         int64_t at = block * BLOCK + i;
-        floats g[4], w[4], m[4] = {{0}}, v[4], step[4] = {{0}};
+        floats g[4], w[4], m[4] = {{0}}, v[4] = {{0}}, step[4] = {{0}};
         words *random = kept.random + i / EIGHT, drawn[4] = {{0}};
-        load(g, u->grad, u->grad_format, at);
+        fetch(u->grad, at, plain ? FP32 : (int)u->grad_format, 0);
+        fetch(u->master, at, weights, 1);
+        if (weights >= MASTER) fetch(u->param, at, BF16, 1);
+        fetch(u->exp_avg.values, at, first, 1);
+        fetch(u->exp_avg_sq.values, at, second, 1);
+        load(g, u->grad, plain ? FP32 : u->grad_format, at, plain);
         FOUR(g[k] *= c[COEF];)
         if (u->l2 && c[L2][0] != 0.0f) {
-            load_weights(w, u, weights, at);
+            load_weights(w, u, weights, at, plain);
             FOUR(g[k] = g[k] + c[L2] * w[k];)
         }
         if (rule == ADAM) {
-            load_moment(v, &u->exp_avg_sq, second, at, ROOT);
+            load_moment(v, &u->exp_avg_sq, second, at, ROOT, plain);
             if (second == BLOCK8) FOUR(v[k] = v[k] * v[k];)
             FOUR(v[k] = c[BETA2] * v[k] + c[ONE_MINUS_BETA2] * (g[k] * g[k]);)
         }
-        if (first) load_moment(m, &u->exp_avg, first, at, FIRST);
+        if (first) load_moment(m, &u->exp_avg, first, at, FIRST, plain);
         if (rule == LION) {
             FOUR(step[k] = sign_of(c[BETA1] * m[k] + c[ONE_MINUS_BETA1] * g[k]) * c[STEP_SIZE];)
             FOUR(m[k] = c[BETA2] * m[k] + c[ONE_MINUS_BETA2] * g[k];)
@@ -287,12 +309,12 @@ INLINE void update_block(const struct update *u, int64_t block, uint64_t key, co
             FOUR(m[k] = c[BETA1] * m[k] + c[ONE_MINUS_BETA1] * g[k];)
         FOUR(if (first == BLOCK8) largest_first = greater(largest_first, (words)m[k] & 0x7fffffffu);)
         if (for_moments) draw(random, drawn, key, (uint32_t)i, for_weights);
-        if (first) store_moment(&u->exp_avg, first, at, m, random, 0, kept.first + i / EIGHT);
+        if (first) store_moment(&u->exp_avg, first, at, m, random, 0, kept.first + i / EIGHT, plain);
         if (rule == ADAM) {
             floats root[4];
             FOUR(root[k] = root_of(v[k]); largest_root = greater(largest_root, (words)root[k]);)
-            store_moment(&u->exp_avg_sq, second, at, second == BLOCK8 ? root : v, random, 1, kept.root + i / EIGHT);
-            if (most) root_of_largest(root, &u->max_exp_avg_sq, most, at, v, drawn);
+            store_moment(&u->exp_avg_sq, second, at, second == BLOCK8 ? root : v, random, 1, kept.root + i / EIGHT, plain);
+            if (most) root_of_largest(root, &u->max_exp_avg_sq, most, at, v, drawn, plain);
             FOUR(step[k] = (m[k] * c[STEP_SIZE]) / (root[k] * c[INV_SQRT_C2] + c[EPS]);)
         }
         if (rule == SGD) {
@@ -300,9 +322,9 @@ INLINE void update_block(const struct update *u, int64_t block, uint64_t key, co
                 FOUR(m[k] = g[k] + c[BETA1] * m[k];)
             FOUR(step[k] = (first ? m[k] : g[k]) * c[STEP_SIZE];)
         }
-        load_weights(w, u, weights, at);
+        load_weights(w, u, weights, at, plain);
         FOUR(w[k] = w[k] * c[DECAY] - step[k];)
-        store_weights(u, weights, at, w, drawn);
+        store_weights(u, weights, at, w, drawn, plain);
     }
     uint32_t first_scale = 0, root_scale = 0;
     if (first == BLOCK8) first_scale = store_scale(&u->exp_avg, block, kept.first, largest_first, FIRST);
@@ -312,8 +334,8 @@ INLINE void update_block(const struct update *u, int64_t block, uint64_t key, co
 }
 
 /* The scalars of a parameter are spread over vectors when it begins, not at each of its blocks. */
-INLINE void update_blocks(const struct update *u, int64_t block, int64_t end, int rule, int weights, int first, int second,
-                          int most) {
+INLINE void update_blocks(const struct update *u, int64_t block, int64_t end, int rule, int weights, int first,
+                          int second, int most, int plain) {
     floats c[COLUMNS] = {{0}};
     for (int32_t row = -1; block < end; block++) {
         if (u->block_row[block] != row) {
@@ -322,17 +344,17 @@ INLINE void update_blocks(const struct update *u, int64_t block, int64_t end, in
         }
         if (c[ACTIVE][0] == 0.0f) continue;
         uint64_t key = mix64((uint64_t)u->keys[row] + (uint64_t)(block + u->origin[row]) * 0x9e3779b97f4a7c15u);
-        update_block(u, block, key, c, rule, weights, first, second, most);
+        update_block(u, block, key, c, rule, weights, first, second, most, plain);
     }
 }
 
 INLINE void adam(const struct update *u, int64_t block, int64_t end, int weights) {
     if (u->exp_avg.format == FP32)
-        update_blocks(u, block, end, ADAM, weights, FP32, FP32, NONE);
+        update_blocks(u, block, end, ADAM, weights, FP32, FP32, NONE, 0);
     else if (u->exp_avg.format == BF16)
-        update_blocks(u, block, end, ADAM, weights, BF16, BF16, NONE);
+        update_blocks(u, block, end, ADAM, weights, BF16, BF16, NONE, 0);
     else
-        update_blocks(u, block, end, ADAM, weights, BLOCK8, BLOCK8, NONE);
+        update_blocks(u, block, end, ADAM, weights, BLOCK8, BLOCK8, NONE, 0);
 }
 
 static void adam_fp32(const struct update *u, int64_t block, int64_t end) { adam(u, block, end, FP32); }
@@ -341,9 +363,18 @@ static void adam_bf16(const struct update *u, int64_t block, int64_t end) { adam
 static void adam_split32(const struct update *u, int64_t block, int64_t end) { adam(u, block, end, SPLIT32); }
 static void adam_split24(const struct update *u, int64_t block, int64_t end) { adam(u, block, end, SPLIT24); }
 
+static void adam_plain(const struct update *u, int64_t block, int64_t end) {
+    update_blocks(u, block, end, ADAM, FP32, FP32, FP32, NONE, 1);
+}
+
+static void any_plain(const struct update *u, int64_t block, int64_t end) {
+    update_blocks(u, block, end, (int)u->rule, FP32, u->exp_avg.format ? FP32 : NONE, FP32,
+                  u->max_exp_avg_sq.format ? FP32 : NONE, 1);
+}
+
 static void any(const struct update *u, int64_t block, int64_t end) {
     update_blocks(u, block, end, (int)u->rule, (int)u->weight_format, (int)u->exp_avg.format, (int)u->exp_avg_sq.format,
-                  (int)u->max_exp_avg_sq.format);
+                  (int)u->max_exp_avg_sq.format, 0);
 }
 
 void zerokern_update(const struct update *u) {
@@ -354,7 +385,9 @@ void zerokern_update(const struct update *u) {
                             [SPLIT32] = adam_split32,
                             [SPLIT24] = adam_split24};
     int common = u->rule == ADAM && u->exp_avg.format == u->exp_avg_sq.format && u->max_exp_avg_sq.format == NONE;
-    range *const update = common ? adams[u->weight_format] : any;
+    int plain = u->weight_format == FP32 && u->grad_format == FP32 && u->exp_avg.format <= FP32 &&
+                u->exp_avg_sq.format <= FP32 && u->max_exp_avg_sq.format <= FP32;
+    range *const update = plain ? (common ? adam_plain : any_plain) : common ? adams[u->weight_format] : any;
 #pragma omp parallel for schedule(static) num_threads((int)u->threads) if (u->threads > 1)
     for (int64_t block = 0; block < u->blocks; block += BLOCK)
         update(u, block, block + BLOCK < u->blocks ? block + BLOCK : u->blocks);
@@ -364,23 +397,23 @@ void zerokern_update(const struct update *u) {
 
 /* Squares are added in LANES interleaved sums, and these in pairs. */
 INLINE double reduce_part(void *shard, int64_t shard_format, const void **chunks, int ranks, int64_t format, int64_t start,
-                          int64_t end, float scale, int accumulate) {
+                          int64_t end, float scale, int accumulate, int plain) {
     double squares[LANES] = {0};
     for (int64_t at = start; at < end; at += GROUP) {
         floats total[4], term[4];
         float stored[GROUP];
-        load(total, chunks[0], format, at);
+        load(total, chunks[0], format, at, plain);
         for (int r = 1; r < ranks; r++) {
-            load(term, chunks[r], format, at);
+            load(term, chunks[r], format, at, plain);
             FOUR(total[k] += term[k];)
         }
         FOUR(total[k] *= scale;)
         if (accumulate) {
-            load(term, shard, shard_format, at);
+            load(term, shard, shard_format, at, plain);
             FOUR(total[k] = term[k] + total[k];)
         }
-        store(shard, shard_format, at, total);
-        load(total, shard, shard_format, at);
+        store(shard, shard_format, at, total, plain);
+        load(total, shard, shard_format, at, plain);
         memcpy(stored, total, sizeof stored);
         for (int i = 0; i < GROUP; i += LANES)
             for (int k = 0; k < LANES; k++) squares[k] += (double)stored[i + k] * (double)stored[i + k];
@@ -398,9 +431,9 @@ void zerokern_reduce(void *shard, int shard_format, const void **chunks, int ran
     for (int64_t part = 0; part < (count + PARTIAL - 1) / PARTIAL; part++) {
         int64_t start = part * PARTIAL, end = start + PARTIAL < count ? start + PARTIAL : count;
         if (shard_format == FP32 && format == FP32)
-            partials[part] = reduce_part(shard, FP32, chunks, ranks, FP32, start, end, scale, accumulate);
+            partials[part] = reduce_part(shard, FP32, chunks, ranks, FP32, start, end, scale, accumulate, 1);
         else
-            partials[part] = reduce_part(shard, shard_format, chunks, ranks, format, start, end, scale, accumulate);
+            partials[part] = reduce_part(shard, shard_format, chunks, ranks, format, start, end, scale, accumulate, 0);
     }
 }
 
