@@ -9,6 +9,7 @@ square roots and quotients are correctly rounded, scalars are formed in fp64 and
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -158,11 +159,16 @@ def integer_power(base: Tensor, exponent: Tensor) -> Tensor:
         base: fp64, broadcastable with `exponent`.
         exponent: int64, 0 <= exponent < 2 ** STEP_BITS.
     """
-    power = torch.ones_like(base * exponent)
-    for bit in range(STEP_BITS):
-        power = torch.where((exponent >> bit) & 1 == 1, power * base, power)
-        base = base * base
-    return power
+    squares = base.new_empty(STEP_BITS, *torch.broadcast_shapes(base.shape, exponent.shape))
+    rows = squares.unbind(0)
+    rows[0].copy_(base)
+    for square, following in itertools.pairwise(rows):
+        torch.mul(square, square, out=following)
+    bits = torch.arange(STEP_BITS, device=base.device).view(-1, *[1] * (squares.dim() - 1))
+    first, *factors = torch.where((exponent >> bits) & 1 == 1, squares, 1.0).unbind(0)
+    for factor in factors:
+        first.mul_(factor)
+    return first
 
 
 def update_(
