@@ -178,7 +178,7 @@ def _compiled(recipe: Recipe, target: str) -> Any:
     return triton.compile(
         ASTSource(fn=recipe.kernel, signature=signature, constexprs=constexprs, attrs=hints),
         target=TARGETS[target],
-        options={"enable_fp_fusion": False, "num_warps": recipe.warps},
+        options={**launch.compiler_options(nvidia=target.startswith("sm")), "num_warps": recipe.warps},
     )
 
 

@@ -14,6 +14,9 @@ import triton
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """TRITON_INTERPRET as it was at import, which is when `@triton.jit` looks at it: later changes would have no effect."""
 
+MOST_REGISTERS = 128
+"""Per thread. Left alone, NVIDIA's assembler spills a few of them to the stack to fit one more program."""
+
 # Triton's interpreter keeps the program's index in a global, and gradients arrive on autograd's threads.
 _INTERPRETER = threading.Lock()
 
@@ -28,10 +31,22 @@ def aligned(tensor: torch.Tensor) -> bool:
     return tensor.data_ptr() % 16 == 0
 
 
+def compiler_options(nvidia: bool) -> dict[str, Any]:
+    """Return the options that every kernel is compiled with.
+
+    Contraction into FMA is off: it would give other bits than the specification in `reference.py`.
+
+    Args:
+        nvidia: the target is NVIDIA's; others know no limit of registers.
+    """
+    return {"enable_fp_fusion": False, **({"maxnreg": MOST_REGISTERS} if nvidia else {})}
+
+
+_OPTIONS = compiler_options(nvidia=torch.version.cuda is not None)
+
+
 def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, **options: Any) -> None:
     """Launch a kernel over a one-dimensional grid on the current stream of a device. No host synchronisation.
-
-    Contraction into FMA is off for every kernel: it would give other bits than the specification in `reference.py`.
 
     Args:
         kernel: a `@triton.jit` function.
@@ -42,7 +57,7 @@ def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, **
     """
     if programs:
         with _interpreter() if INTERPRETED else _guard(device):
-            kernel[(programs,)](*arguments, enable_fp_fusion=False, **options)
+            kernel[(programs,)](*arguments, **_OPTIONS, **options)
 
 
 def _guard(device: torch.device) -> contextlib.AbstractContextManager[Any]:
