@@ -12,7 +12,17 @@ import models
 import pytest
 import ranks
 import torch
-from oracle import STAGES, apart, differing, quiet_state_dict, set_integer_gradients, sharded, state_of, whole
+from oracle import (
+    STAGES,
+    apart,
+    differing,
+    integer_gradient,
+    quiet_state_dict,
+    set_integer_gradients,
+    sharded,
+    state_of,
+    whole,
+)
 from torch import Tensor
 
 import zerokern
@@ -318,8 +328,6 @@ def gradients(model: Any, step: int) -> list[Tensor]:
     """Return the mean gradients over the ranks."""
     alone = models.toy()
     for index, param in enumerate(alone.parameters()):
-        from oracle import integer_gradient
-
         param.grad = integer_gradient(param.shape, step, index, 0, 1)
     return [p.grad for p in alone.parameters()]  # type: ignore[misc]
 
