@@ -1,6 +1,6 @@
 """Does it train as well? The demo's GPT under every recipe of AdamW, on several seeds, in one process.
 
-    python -m bench.quality [--seeds 3] [--steps 300] [--recipes fp32,split24+8bit] [--out bench/results/quality.jsonl]
+    python -m bench.quality [--seeds 3] [--steps 250] [--recipes fp32,split24+8bit] [--out bench/results/quality.jsonl]
 
 Weights of 16-bit recipes are bf16 and so are their gradients; activations are fp32, ten times as fast on a CPU, and the
 optimizer is the only difference. Rows hold the validation loss; the table says how far each recipe's mean
@@ -61,6 +61,7 @@ def train(recipe: Recipe, seed: int, steps: int) -> dict[str, Any]:
         validation = loss_in_fp32(model, text.validation_windows(VALIDATION_WINDOWS)).item()
     memory = optimizer.memory()
     return {
+        **machine.describe(),
         "recipe": recipe.name,
         "seed": seed,
         "steps": steps,
@@ -112,7 +113,7 @@ def main() -> int:
     """Run as asked on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--recipes", default=ADAMW, help="comma-separated; fp32 is always among them")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--out", type=Path, default=machine.ROOT / "bench" / "results" / "quality.jsonl")
