@@ -62,7 +62,8 @@ def empty(recipe: Recipe, numel: int, device: str) -> ops.Shard:
 
 def fill(shard: ops.Shard, weights: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
     """Write fp32 weights and moments to a shard in its formats, rounded to nearest; all on one device."""
-    storage.store_weights(shard, weights, None)
+    shard.param.copy_(weights)
+    storage.store_master(shard, weights)
     storage.store_moment(shard.exp_avg, exp_avg, None, codecs.E3M4)
     storage.store_moment(shard.exp_avg_sq, exp_avg_sq, None, codecs.UE3M5)
     storage.store_moment(shard.max_exp_avg_sq, exp_avg_sq, None, codecs.UE3M5)

@@ -37,32 +37,27 @@ def load_weights(shard: Shard) -> Tensor:
     return shard.master
 
 
-def store_weights(shard: Shard, weights: Tensor, random: Tensor | None) -> None:
+def store_weights(shard: Shard, weights: Tensor, random: Tensor) -> None:
     """Write weights, fp32 [S], to master and parameter.
 
     Args:
         shard: its `param` and `master` are written.
         weights: fp32 [S].
-        random: int64 [S], 16 random bits each; None rounds to nearest.
+        random: int64 [S], 16 random bits each, for the formats that are rounded stochastically.
     """
-    if shard.master is None and shard.param.dtype == torch.bfloat16 and random is not None:
+    if shard.master is None and shard.param.dtype == torch.bfloat16:
         shard.param.copy_(codecs.bf16_stochastic(weights, random))
-    elif shard.master is not None and shard.master.dtype != torch.float32:
-        if shard.master.dtype == torch.int8:
-            random = torch.full_like(weights, 0x80, dtype=torch.int64) if random is None else random
-            high, low = codecs.split24(weights, random)
-        else:
-            high, low = codecs.split32(weights)
-        shard.param.copy_(high)
-        shard.master.copy_(low)
-    else:
+    elif shard.master is None or shard.master.dtype == torch.float32:
+        store_master(shard, weights)
         shard.param.copy_(weights)
-        if shard.master is not None:
-            shard.master.copy_(weights)
+    else:
+        split = codecs.split32(weights) if shard.master.dtype == torch.int16 else codecs.split24(weights, random)
+        for tensor, half in zip((shard.param, shard.master), split, strict=True):
+            tensor.copy_(half)
 
 
 def store_master(shard: Shard, weights: Tensor) -> None:
-    """Write fp32 weights [S] to the master alone. The parameter is left to whoever owns it.
+    """Write fp32 weights [S] to the master alone, to nearest. The parameter is left to whoever owns it.
 
     A split master only holds what bf16 parameters lack, so it fits when these are, or become, the weights' rounding.
     """

@@ -241,7 +241,8 @@ def shard_of(
     """
     param, master = WEIGHTS[weights]
     shard = Shard(torch.empty_like(w, dtype=param), None if master is None else torch.empty_like(w, dtype=master), None)
-    storage.store_weights(shard, w, None)
+    shard.param.copy_(w)
+    storage.store_master(shard, w)
     has = (variant.momentum, variant.rule == "adam", variant.amsgrad)
     chosen = [moments] * 3 if isinstance(moments, str) else moments
     made: list[Moment | None] = []

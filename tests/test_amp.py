@@ -43,8 +43,9 @@ def scaled_run(
                 scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
+    calls = len(optimizer.comm_log())
     result = whole(model, optimizer) | state_of(model, optimizer)
-    return {"state": result, "scales": scales, "skipped": int(optimizer.skipped_steps)}
+    return {"state": result, "scales": scales, "skipped": int(optimizer.skipped_steps), "calls": calls}
 
 
 def torch_run(
@@ -109,6 +110,7 @@ def test_the_order_of_unscale_and_clip_does_not_matter(stage: int, dtype: str, o
             assert differing(result["state"], results[0]["state"]) == []
             assert result["scales"] == results[0]["scales"]
             assert result["skipped"] == len(overflow)
+            assert result["calls"] == results[0]["calls"], "the small vector is exchanged once per step"
 
 
 @pytest.mark.parametrize("scale", [2.0**4, 2.0**16])
@@ -118,32 +120,32 @@ def test_a_power_of_two_changes_no_bit(scale: float) -> None:
     assert differing(scaled_run(1, "step", torch.float32, scale=scale)["state"], base) == []
 
 
-def test_without_a_scaler_the_scale_is_one() -> None:
-    """Row 61: a scaler that is gone leaves nothing behind."""
+def scaled_by_hand() -> tuple[nn.Module, Any, GradScaler, float]:
+    """Return a model whose gradients are ones, scaled; its optimizer, its scaler, and the norm of the ones."""
     model = models.toy()
-    optimizer = zerokern.AdamW(model.parameters())
     scaler = GradScaler("cpu", init_scale=2.0**10)
+    scaler.scale(torch.ones(()))
     for param in model.parameters():
         param.grad = torch.full_like(param, 2.0**10)
-    scaler.scale(torch.ones(()))
+    return model, zerokern.AdamW(model.parameters()), scaler, math.sqrt(sum(p.numel() for p in model.parameters()))
+
+
+def test_without_a_scaler_the_scale_is_one() -> None:
+    """Row 61: a scaler that is gone leaves nothing behind."""
+    model, optimizer, scaler, norm = scaled_by_hand()
     scaler.step(optimizer)
-    assert float(optimizer.grad_norm) == pytest.approx(math.sqrt(sum(p.numel() for p in model.parameters())))
+    assert float(optimizer.grad_norm) == pytest.approx(norm)
     optimizer.zero_grad()
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()
-    assert float(optimizer.grad_norm) == pytest.approx(math.sqrt(sum(p.numel() for p in model.parameters())))
+    assert float(optimizer.grad_norm) == pytest.approx(norm)
 
 
 def test_clipping_returns_the_unscaled_norm_after_unscale() -> None:
-    model = models.toy()
-    optimizer = zerokern.AdamW(model.parameters())
-    scaler = GradScaler("cpu", init_scale=2.0**10)
-    for param in model.parameters():
-        param.grad = torch.full_like(param, 2.0**10)
-    scaler.scale(torch.ones(()))
+    _, optimizer, scaler, norm = scaled_by_hand()
     scaler.unscale_(optimizer)
-    assert float(optimizer.clip_grad_norm_(1.0)) == pytest.approx(math.sqrt(sum(p.numel() for p in model.parameters())))
+    assert float(optimizer.clip_grad_norm_(1.0)) == pytest.approx(norm)
 
 
 def test_a_disabled_scaler_does_nothing() -> None:
