@@ -132,6 +132,7 @@ class ParameterBucket:
             moments: the rule's states, by torch's names, and which tensors of `shard` they are.
         """
         self.bucket = bucket
+        self.name = f"{bucket.unit or 'bucket'} {bucket.index}"
         self.params = list(params)
         self.rank = rank
         first = params[0]
@@ -157,6 +158,11 @@ class ParameterBucket:
         )
         """Parameters and optimizer state of this rank, in their formats."""
         ops.refresh_master_(self.shard)
+        self.note_versions()
+
+    def empty(self) -> None:
+        """Stage 3: let go of the whole parameters; the shard stays."""
+        self.full.untyped_storage().resize_(0)
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """Return a parameter-shaped view of a buffer of this layout for each slot."""
@@ -164,6 +170,13 @@ class ParameterBucket:
             view_in(flat, slot.start, param.shape, stride)
             for slot, param, stride in zip(self.bucket.slots, self.params, self.strides, strict=True)
         ]
+
+    def zero_segments(self, shard: Tensor, indices: Sequence[int]) -> None:
+        """Zero what a shard of this layout has of some slots."""
+        params = {self.bucket.slots[index].param for index in indices}
+        for piece in self.bucket.pieces(self.rank):
+            if piece.param in params:
+                shard[piece.start : piece.start + piece.numel].zero_()
 
     def runs(self, row_of: Mapping[int, int]) -> tuple[tuple[int, int, int, int], ...]:
         """Return the shard's runs as `ops.RowMap` wants them, given the row of each parameter."""
@@ -188,6 +201,19 @@ class ParameterBucket:
     def is_plain(self) -> bool:
         """Return whether every state is stored as fp32."""
         return all(tensor.dtype == torch.float32 for tensor, _ in self.stored().values())
+
+    def follow_writes(self) -> None:
+        """If somebody has written to a parameter since the last time, let the master follow."""
+        before = self._versions
+        self.note_versions()
+        if self._versions != before:
+            self.refresh_master()
+
+    def note_versions(self) -> None:
+        """Take the parameters as they are for what was written last."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._versions = [param._version for param in self.params]
+            """What torch counts of writes to the parameters. Our kernels are not counted."""
 
     def refresh_master(self) -> None:
         """Let the master follow parameters that somebody else wrote, and keep the low bits of those nobody did."""

@@ -15,7 +15,8 @@ from . import layout, ops
 from .comm import Comm
 from .config import Buckets, Precision
 from .rules import UpdateRule, is_nonzero
-from .stages.units import unit_of_params
+from .stages.initial import Initial
+from .stages.units import ROOT, unit_modules, unit_of_params
 from .stages.zero1 import Place, Zero1
 from .stages.zero2 import Zero2
 from .stages.zero3 import Zero3
@@ -35,6 +36,7 @@ def check_options(
     process_group: ProcessGroup | None,
     mesh: DeviceMesh | None,
     max_grad_norm: float | None,
+    buckets: Buckets,
 ) -> None:
     """Refuse options that contradict each other.
 
@@ -52,6 +54,11 @@ def check_options(
         raise ValueError("process_group and mesh are both given; pass one of them")
     if mesh is not None and mesh.ndim != 1:
         raise ValueError(f"mesh has {mesh.ndim} dimensions; pass the one to shard over, for example mesh['dp']")
+    if buckets.update_in_backward and max_grad_norm is not None:
+        raise ValueError(
+            "max_grad_norm needs all gradients before the first update, and Buckets(update_in_backward=True) makes "
+            "updates during backward; leave one of them out"
+        )
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm={max_grad_norm}: it must be positive, or None for no clipping")
 
@@ -82,7 +89,7 @@ def checked_groups(params: Iterable[Any]) -> list[Any]:
             seen[id(param)] = name
             _check_param(name, param)
             devices.setdefault(param.device, name)
-            if param.numel() and memory.setdefault(param.data_ptr(), name) != name:
+            if param.numel() and not param.is_meta and memory.setdefault(param.data_ptr(), name) != name:
                 raise ValueError(
                     f"{name} shares memory with {memory[param.data_ptr()]}; "
                     "tie them by using one Parameter object in both places"
@@ -167,6 +174,7 @@ def plan(
     rule: UpdateRule,
     precision: Precision,
     buckets: Buckets,
+    init: Any,
 ) -> Plan:
     """Lay out the parameters and have all ranks agree on it.
 
@@ -174,16 +182,10 @@ def plan(
         ValueError: on all ranks, if their layouts, rules or precisions differ.
     """
     check_precision(groups, rule, precision)
-    ops.check_backend(next(param for group in groups for param in group["params"]))
-    names: dict[int, str] = {}
-    place_of: dict[int, Place] = {}
-    params: list[nn.Parameter] = []
-    for index, group in enumerate(groups):
-        for position, param in enumerate(group["params"]):
-            given = group.get("param_names")
-            names[id(param)] = given[position] if given else f"{index}.{position}"
-            place_of[id(param)] = Place(index, len(params))
-            params.append(param)
+    example = next(param for group in groups for param in group["params"])
+    if not example.is_meta:
+        ops.check_backend(example)
+    params, names, place_of = _places(groups)
     sharded = stage == 3 and comm.world > 1
     units: dict[int, str] = {}
     if model is not None:
@@ -205,16 +207,55 @@ def plan(
         f"update rule {rule.kernel} with {list(rule.moments)}, {precision}",
         *(f"group of {s.name!r}: {place_of.get(id(p))}" for s, p in zip(specs, params, strict=True)),
     ]
-    comm.check_agreement(layout.fingerprint(lines), lines, params[0].device)
+    initial = _initial(params, model, init, comm)
+    device = params[0].device if initial is None else initial.device
+    comm.check_agreement(layout.fingerprint(lines), lines, device)
     places = [place_of.get(id(p), Place(-1, -1)) for p in params]
 
     def coordinator() -> Zero1:
+        if initial is not None and not sharded:
+            initial.make(list(initial.model.parameters()))
         if sharded:
             assert model is not None
-            return Zero3(chosen, params, places, comm, rule, precision, buckets, model=model)
-        return (Zero1 if stage == 1 else Zero2)(chosen, params, places, comm, rule, precision, buckets)
+            return Zero3(
+                chosen, params, places, comm, rule, precision, buckets, device=device, initial=initial, model=model
+            )
+        zero = (Zero1 if stage == 1 else Zero2)(chosen, params, places, comm, rule, precision, buckets, device=device)
+        if model is not None and buckets.gather_in_forward:
+            zero.arriving.hook([m for name, m in unit_modules(model, buckets.units).items() if name != ROOT])
+        return zero
 
     return Plan(params, coordinator)
+
+
+def _places(groups: Sequence[Mapping[str, Any]]) -> tuple[list[nn.Parameter], dict[int, str], dict[int, Place]]:
+    """Return the parameters in order, and their names and places by id."""
+    names: dict[int, str] = {}
+    place_of: dict[int, Place] = {}
+    params: list[nn.Parameter] = []
+    for index, group in enumerate(groups):
+        for position, param in enumerate(group["params"]):
+            given = group.get("param_names")
+            names[id(param)] = given[position] if given else f"{index}.{position}"
+            place_of[id(param)] = Place(index, len(params))
+            params.append(param)
+    return params, names, place_of
+
+
+def _initial(params: Sequence[nn.Parameter], model: nn.Module | None, init: Any, comm: Comm) -> Initial | None:
+    """Return what makes parameters that are on the meta device; None if none is."""
+    if not any(param.is_meta for param in params):
+        if init is not None:
+            raise ValueError(
+                "init= is for parameters on the meta device, and there are none; initialise the model yourself"
+            )
+        return None
+    if model is None:
+        raise ValueError("parameters are on the meta device; pass model=model, whose modules initialise them")
+    device = torch.get_default_device()
+    if comm.native_gather:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return Initial(model, init, torch.device("cpu") if device.type == "meta" else device)
 
 
 def _in_model_order(params: Sequence[nn.Parameter], model: nn.Module) -> list[nn.Parameter]:

@@ -7,9 +7,11 @@ all-gather works in place: native on NCCL, the same exchange on gloo, where it c
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -43,29 +45,80 @@ class Call(NamedTuple):
     """Optimizer steps that had finished."""
 
 
+class Waits:
+    """Time spent waiting for the wire: of the host on a CPU, of the current stream on a GPU."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def watch(self, *, on_gpu: bool) -> Iterator[None]:
+        """Count what the body waits."""
+        if on_gpu and not torch.cuda.is_current_stream_capturing():
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            yield
+            end.record()
+            self._events.append((begin, end))
+        else:
+            begun = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - begun
+
+    def milliseconds(self) -> float:
+        """Return the sum. On a GPU the host waits until it is known."""
+        for _, end in self._events:
+            end.synchronize()
+        return 1000 * self._seconds + sum(float(begin.elapsed_time(end)) for begin, end in self._events)
+
+
 class Work:
     """A collective under way. It holds its buffers until `wait` returns: backends may still read or write them."""
 
-    def __init__(self, name: str = "", works: Sequence[dist.Work] = (), buffers: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        name: str = "",
+        works: Sequence[dist.Work] = (),
+        buffers: Sequence[Tensor] = (),
+        waits: Waits | None = None,
+    ) -> None:
         self._name = name
         self._works = works
         self._buffers = buffers
+        self._waits = waits or Waits()
+        self._error: RuntimeError | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is anything to wait for."""
+        return bool(self._works)
 
     def wait(self) -> None:
         """Wait for every part. gloo finishes parts out of order, so the last one alone would prove nothing.
 
         Raises:
-            RuntimeError: a rank never took part, or has gone; names the collective.
+            RuntimeError: a rank never took part, or has gone; names the collective. So does every later call.
         """
+        if self._error is not None:
+            raise self._error
+        if not self._works:
+            return
         works, self._works = self._works, ()
+        on_gpu = any(buffer.is_cuda for buffer in self._buffers)
         try:
-            for work in works:
-                work.wait()
+            with (
+                torch.autograd.profiler.record_function(f"zerokern::wait {self._name}"),
+                self._waits.watch(on_gpu=on_gpu),
+            ):
+                for work in works:
+                    work.wait()
         except RuntimeError as error:
-            raise RuntimeError(
+            self._error = RuntimeError(
                 f"{self._name} did not complete: another rank never took part in it, or has ended. Every rank must run "
                 "the same steps and, in stage 3, the same units. After this, build a new process group"
-            ) from error
+            )
+            raise self._error from error
         finally:
             self._buffers = ()
 
@@ -88,8 +141,13 @@ class Comm:
             raise ValueError("this process is not a member of process_group; build the optimizer on its members only")
         self.native_gather = group is not None and dist.get_backend(group) == "nccl"
         self.phase = "init"
+        self.listener: Callable[[str, int], None] | None = None
+        """Inside of `join`: is told what this rank is about to do."""
         self.step = 0
         self.log: deque[Call] = deque(maxlen=LOG_LENGTH)
+        self.sent = self.sent_in_step = 0
+        """Bytes sent since the last step, and in it."""
+        self.waits, self.waits_in_step = Waits(), Waits()
         self._others = [r for r in range(self.world) if r != self.rank]
         self._global = [] if group is None else dist.get_process_group_ranks(group)
 
@@ -101,11 +159,13 @@ class Comm:
             received: [W - 1, S], the chunks of the other ranks in rank order. Written.
             unit: name for the log.
         """
+        if self.world == 1:
+            return Work()
         self._record("reduce_scatter", unit, buffer, buffer.numel() // self.world * (self.world - 1))
         chunks = buffer.view(self.world, -1)
         name = f"reduce_scatter of {unit!r}"
         transfers = [(chunks[r], row, r) for r, row in zip(self._others, received, strict=True)]
-        return Work(name, self._point_to_point(name, transfers), (buffer, received))
+        return Work(name, self._point_to_point(name, transfers), (buffer, received), self.waits)
 
     def all_gather(self, buffer: Tensor, unit: str) -> Work:
         """Start an all-gather in place: every rank's chunk of `buffer` is sent from where it lies.
@@ -122,8 +182,9 @@ class Comm:
         own = chunks[self.rank]
         if self.native_gather:
             gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            return Work(name, [gather(buffer, own, group=self.group, async_op=True)], (buffer,))
-        return Work(name, self._point_to_point(name, [(own, chunks[r], r) for r in self._others]), (buffer,))
+            return Work(name, [gather(buffer, own, group=self.group, async_op=True)], (buffer,), self.waits)
+        transfers = [(own, chunks[r], r) for r in self._others]
+        return Work(name, self._point_to_point(name, transfers), (buffer,), self.waits)
 
     def all_gather_words(self, words: Tensor) -> Tensor:
         """Return [W, K]: the K words of every rank, complete on the current stream."""
@@ -133,13 +194,24 @@ class Comm:
             self._record("all_gather_words", "", gathered, words.numel() * (self.world - 1))
             name = "all_gather of the step's norm and used bits"
             transfers = [(gathered[self.rank], gathered[r], r) for r in self._others]
-            Work(name, self._point_to_point(name, transfers)).wait()
+            Work(name, self._point_to_point(name, transfers), (gathered,), self.waits).wait()
         return gathered
 
     def broadcast(self, buffer: Tensor, unit: str) -> None:
         """Overwrite `buffer` with that of rank 0."""
         self._record("broadcast", unit, buffer, buffer.numel() if self.rank == 0 else 0)
         dist.broadcast(buffer, self._global[0], group=self.group)
+
+    def announce(self, event: str, index: int = 0) -> None:
+        """Say what this rank is about to do, if anybody listens."""
+        if self.listener is not None:
+            self.listener(event, index)
+
+    def end_step(self) -> None:
+        """Start counting bytes and waits anew, and keep those of the step that ends."""
+        self.step += 1
+        self.sent_in_step, self.sent = self.sent, 0
+        self.waits_in_step, self.waits = self.waits, Waits()
 
     def check_agreement(self, fingerprint: bytes, lines: Sequence[str], device: torch.device) -> None:
         """Compare a description over the ranks before anything is changed.
@@ -171,6 +243,7 @@ class Comm:
     def _record(self, op: str, unit: str, buffer: Tensor, sent: int) -> None:
         dtype = str(buffer.dtype).removeprefix("torch.")
         sent_bytes = sent * buffer.element_size()
+        self.sent += sent_bytes
         self.log.append(Call(op, unit, buffer.numel(), dtype, sent_bytes, self.world, self.phase, self.step))
 
 

@@ -95,6 +95,15 @@ class Buckets:
     overlap: bool = True
     """Exchange a bucket as soon as its gradients are there; stage 3: gather the next unit ahead. Same bits."""
 
+    update_in_backward: bool = False
+    """Update a bucket as soon as its gradients are reduced: they take the memory of a bucket or two, and the update is
+    hidden behind backward. Every backward outside of `no_sync` is the last of its step. Excludes what needs all
+    gradients before the first update: clipping, loss scaling, and skipping steps that are not finite."""
+
+    gather_in_forward: bool = False
+    """Stages 1 and 2: let the gathers of a step run on while the next forward computes, and wait for a bucket where one
+    of its parameters is first read. With `torch.compile`, pass `model` too: compiled code cannot wait, units can."""
+
     units: Callable[[nn.Module], bool] | None = None
     """Stage 3: which modules are gathered as one. None: the children of every ModuleList; the rest is the root."""
 

@@ -90,6 +90,12 @@ class Bucket:
         """Elements with padding: a multiple of world x BLOCK."""
         return round_up(self.slots[-1].padded_end, self.world * BLOCK)
 
+    @cached_property
+    def padding(self) -> list[tuple[int, int]]:
+        """Ranges of elements, (first, end), that are of no parameter."""
+        following = [*(slot.start for slot in self.slots[1:]), self.numel]
+        return [(slot.end, start) for slot, start in zip(self.slots, following, strict=True) if slot.end < start]
+
     @property
     def shard_numel(self) -> int:
         """Elements per rank."""

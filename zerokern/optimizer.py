@@ -3,7 +3,7 @@ ranks. Each adds its update rule and nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -44,6 +44,9 @@ class Adam(ShardedOptimizer):
         precision: formats of master weights, moments and gradients; dtype on the wire.
         buckets: sizes, overlap, units.
         max_grad_norm: clip the total gradient norm at every step; costs no pass of its own.
+        init: gives a model that was built on the meta device its values, and needs `model`; in stage 3 one unit at a
+            time. A function of a module, called for each that owns parameters or buffers; or a mapping from names to
+            tensors, or an open safetensors file. Default: each module's reset_parameters().
 
     Raises:
         ValueError: a bad option or parameter; on all ranks, if these disagree about the model.
@@ -72,6 +75,7 @@ class Adam(ShardedOptimizer):
         precision: Precision | None = None,
         buckets: Buckets | None = None,
         max_grad_norm: float | None = None,
+        init: Callable[[nn.Module], Any] | Any | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -97,6 +101,7 @@ class Adam(ShardedOptimizer):
             precision=precision,
             buckets=buckets,
             max_grad_norm=max_grad_norm,
+            init=init,
         )
 
 
@@ -131,6 +136,7 @@ class AdamW(Adam):
         precision: Precision | None = None,
         buckets: Buckets | None = None,
         max_grad_norm: float | None = None,
+        init: Callable[[nn.Module], Any] | Any | None = None,
     ) -> None:
         super().__init__(
             params,
@@ -152,6 +158,7 @@ class AdamW(Adam):
             precision=precision,
             buckets=buckets,
             max_grad_norm=max_grad_norm,
+            init=init,
         )
 
 
@@ -166,7 +173,7 @@ class SGD(ShardedOptimizer):
         weight_decay: L2 coefficient.
         nesterov: look ahead by one momentum.
         maximize, foreach, differentiable, fused: as for `Adam`.
-        stage, model, process_group, mesh, precision, buckets, max_grad_norm: as for `Adam`.
+        stage, model, process_group, mesh, precision, buckets, max_grad_norm, init: as for `Adam`.
 
     Raises:
         ValueError, TypeError: as for `Adam`.
@@ -192,6 +199,7 @@ class SGD(ShardedOptimizer):
         precision: Precision | None = None,
         buckets: Buckets | None = None,
         max_grad_norm: float | None = None,
+        init: Callable[[nn.Module], Any] | Any | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -215,6 +223,7 @@ class SGD(ShardedOptimizer):
             precision=precision,
             buckets=buckets,
             max_grad_norm=max_grad_norm,
+            init=init,
         )
 
 
@@ -229,7 +238,7 @@ class Lion(ShardedOptimizer):
         betas: of the interpolation whose sign is the step, and of the moment.
         weight_decay: decoupled decay.
         maximize: ascend instead of descend.
-        stage, model, process_group, mesh, precision, buckets, max_grad_norm: as for `Adam`.
+        stage, model, process_group, mesh, precision, buckets, max_grad_norm, init: as for `Adam`.
 
     Raises:
         ValueError, TypeError: as for `Adam`.
@@ -250,6 +259,7 @@ class Lion(ShardedOptimizer):
         precision: Precision | None = None,
         buckets: Buckets | None = None,
         max_grad_norm: float | None = None,
+        init: Callable[[nn.Module], Any] | Any | None = None,
     ) -> None:
         super().__init__(
             params,
@@ -262,4 +272,5 @@ class Lion(ShardedOptimizer):
             precision=precision,
             buckets=buckets,
             max_grad_norm=max_grad_norm,
+            init=init,
         )

@@ -46,13 +46,19 @@ class StepScalars:
         self._staged: dict[str, Tensor] = {}
         """What the last step sent to the GPU, in pinned memory; a CUDA graph reads it from there at every replay."""
 
-    def gather(self, used: Sequence[bool]) -> None:
-        """Exchange sums of squares and used bits."""
+    def gather(self, used: Sequence[bool], *, guarded: bool = True) -> None:
+        """Exchange sums of squares and used bits.
+
+        Args:
+            used: by row.
+            guarded: skip the step if the sum is not finite; else zero is sent in its place.
+        """
         bits = [0] * -(-len(used) // WORD_BITS)
         for row, is_used in enumerate(used):
             bits[row // WORD_BITS] |= is_used << (row % WORD_BITS)
         words = self._upload("words", [0, *bits], torch.int64)
-        words[:1].copy_(self.partials.sum().view(1).view(torch.int64))
+        if guarded:
+            words[:1].copy_(self.partials.sum().view(1).view(torch.int64))
         self.gathered = self.comm.all_gather_words(words)
 
     def norm(self, loss_scale: Tensor | None = None) -> Tensor:
@@ -60,6 +66,17 @@ class StepScalars:
         assert self.gathered is not None
         norm = self.gathered[:, 0].contiguous().view(torch.float64).sum().sqrt()
         return norm if loss_scale is None else norm / loss_scale.to(norm.device, torch.float64)
+
+    def was_used(self, row: int) -> bool:
+        """Return whether any rank has a gathered gradient of a parameter. The host waits for the answer."""
+        assert self.gathered is not None
+        words = self.gathered[:, 1 + row // WORD_BITS]
+        return bool(((words >> row % WORD_BITS) & 1).any())
+
+    def report_norm(self) -> None:
+        """Note the gathered norm, without an update."""
+        self.report[:1].copy_(self.norm())
+        self.gathered = None
 
     def form(
         self, groups: Sequence[Mapping[str, Any]], max_norm: float | Tensor | None, loss_scale: Tensor | None

@@ -14,18 +14,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import build
-from .buffers import Memory
-from .comm import Call, Comm
+from .comm import Comm
 from .config import Buckets, Precision
+from .observable import ObservableOptimizer
 from .rules import UpdateRule
 from .stages.zero1 import Zero1
-from .stateful import StatefulOptimizer
 
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """A weak reference to the optimizer of each parameter, so that a newer one can take over."""
 
 
-class ShardedOptimizer(StatefulOptimizer):
+class ShardedOptimizer(ObservableOptimizer):
     """Base of the optimizers: torch's contract, and the methods beyond it."""
 
     def __init__(
@@ -41,15 +40,17 @@ class ShardedOptimizer(StatefulOptimizer):
         precision: Precision | None,
         buckets: Buckets | None,
         max_grad_norm: float | None,
+        init: Callable[[nn.Module], Any] | Any | None,
     ) -> None:
         """Check everything, agree with the other ranks, then shard.
 
         Args:
             params, defaults: as of torch.optim.Optimizer.
             rule: makes the update rule of the param groups.
-            stage, model, process_group, mesh, precision, buckets, max_grad_norm: described at `Adam`.
+            stage, model, process_group, mesh, precision, buckets, max_grad_norm, init: described at `Adam`.
         """
-        build.check_options(stage, model, process_group, mesh, max_grad_norm)
+        buckets = buckets or Buckets()
+        build.check_options(stage, model, process_group, mesh, max_grad_norm, buckets)
         self._sealed = False
         super().__init__(build.checked_groups(params), defaults)
         for group in self.param_groups:
@@ -64,12 +65,14 @@ class ShardedOptimizer(StatefulOptimizer):
             comm,
             rule(self.param_groups),
             precision or Precision(),
-            buckets or Buckets(),
+            buckets,
+            init,
         )
         owners = [known() for known in map(_owners.get, plan.params) if known is not None]
         for owner in {id(owner): owner for owner in owners if owner is not None}.values():
             owner._let_go()
         self._zero: Zero1 | None = plan.coordinator()
+        self._zero.groups = self.param_groups
         self._index_of = WeakTensorKeyDictionary({p: i for i, p in enumerate(plan.params)})
         for param in plan.params:
             _owners[param] = weakref.ref(self)
@@ -77,6 +80,7 @@ class ShardedOptimizer(StatefulOptimizer):
         self._clip_once: float | Tensor | None = None
         self._loss_scale: Tensor | None = None
         """What the coming step divides the gradients by."""
+        self._last_scale: float | Tensor = 1.0
         self._consolidated: dict[int, dict[str, Any]] | None = None
         self._warned = False
         self._expose_state()
@@ -122,16 +126,21 @@ class ShardedOptimizer(StatefulOptimizer):
                     f"the closure returned {type(loss).__name__}; it must return the loss, a tensor or a number. "
                     "Nothing was updated"
                 )
+        if loss_scale is not None:
+            zero.refuse_passing("a loss scale")
         changed = zero.settle_gradients()
         clipped = self._clip_once is not None and not changed  # later gradients are not those that were to be clipped
         zero.step(self.param_groups, self._clip_once if clipped else self.max_grad_norm, loss_scale)
+        self._last_scale = 1.0 if loss_scale is None else loss_scale
         self._clip_once = self._loss_scale = None
         self._consolidated = None
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, reduced and local ones. `model.zero_grad()` does the same."""
-        super().zero_grad(set_to_none)
+        with torch._C.DisableTorchFunctionSubclass():
+            super().zero_grad(set_to_none)
+        self._coordinator().rounds.drop_zeroed()
 
     # ------------------------------------------------------------------ beyond torch
 
@@ -156,6 +165,7 @@ class ShardedOptimizer(StatefulOptimizer):
         if not isinstance(max_norm, Tensor) and not max_norm >= 0:
             raise ValueError(f"clip_grad_norm_: max_norm {max_norm} must not be negative or NaN")
         zero = self._coordinator()
+        zero.refuse_passing("clip_grad_norm_")
         with torch.no_grad():
             zero.settle_gradients()
             self._clip_once = max_norm
@@ -173,6 +183,7 @@ class ShardedOptimizer(StatefulOptimizer):
             1.0 if a gradient on any rank is not finite, else 0.0: fp32 [1] on the device, the same everywhere.
         """
         zero = self._coordinator()
+        zero.refuse_passing("a loss scale")
         with torch.no_grad():
             zero.settle_gradients()
             self._loss_scale = loss_scale
@@ -192,30 +203,32 @@ class ShardedOptimizer(StatefulOptimizer):
         with torch.no_grad(), self._coordinator().full_params():
             yield
 
-    def memory(self) -> Memory:
-        """Return the bytes of model state that this rank holds, by role."""
-        return self._coordinator().memory()
+    def join(self) -> AbstractContextManager[None]:
+        """Return a context for loops, of training or evaluation, in which the ranks have different numbers of batches.
 
-    def comm_log(self, *, clear: bool = False) -> tuple[Call, ...]:
-        """Return this rank's collectives, oldest first; the last 65,536 of them.
+        A rank that has run out goes on taking part until all have, in every stage. The mean stays one over all ranks,
+        as in torch's Join, and gradients are taken to be zeroed after each step. Each collective is announced by a
+        small one, for which the host waits.
+
+        Raises:
+            RuntimeError: on all ranks, if those with batches are about to do different things.
+            ValueError: updates are made in backward.
+        """
+        return self._coordinator().join()
+
+    def register_forward_method(self, module: nn.Module, name: str) -> None:
+        """Let a method other than forward, such as `encode`, use a module's parameters in stage 3.
+
+        It is wrapped on this module object; in stages 1 and 2 nothing needs to be done and nothing is.
 
         Args:
-            clear: forget them afterwards.
+            module: the model, or a module in it.
+            name: of the method.
+
+        Raises:
+            ValueError: there is no such method.
         """
-        calls = tuple(self._coordinator().comm.log)
-        if clear:
-            self._coordinator().comm.log.clear()
-        return calls
-
-    @property
-    def grad_norm(self) -> Tensor:
-        """Total gradient norm of the last step, before clipping: an fp64 0-d tensor on the device."""
-        return self._coordinator().scalars.report[0]
-
-    @property
-    def skipped_steps(self) -> Tensor:
-        """Steps skipped for non-finite gradients so far: an fp64 0-d tensor on the device."""
-        return self._coordinator().scalars.report[2]
+        self._coordinator().register_forward_method(module, name)
 
     # ------------------------------------------------------------------ details
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ class Rounds:
             names: of the parameters, by index in the layout.
             overlap: launch buckets during backward.
             once_per_step: stage 1: reduce in the last backward of a step only, which is foreseen to be the same one
-                as in the step before; the first step reduces in `settle`.
+                as in the step before, and the first one in the first step.
         """
         self.buckets = list(buckets)
         self.names = names
@@ -54,23 +54,33 @@ class Rounds:
         self.once_per_step = once_per_step
         self.synchronise = True
         """False within no_sync."""
-        self.alone = bool(buckets) and buckets[0].comm.world == 1
-        self.ready: Callable[[GradientBucket], bool] = GradientBucket.complete
+        self.alone = bool(buckets) and buckets[0].comm.world == 1 and not buckets[0].passing
+        self.ready: Callable[[GradientBucket], bool] = lambda bucket: bucket.tally.complete()
         """Whether a bucket may be launched. In stage 3, where gathers go between, all ranks must agree on it."""
         self.on_bucket_done: Callable[[GradientBucket], None] = lambda bucket: None
         """Called in backward when a bucket's gradients have all arrived."""
+        self.on_reduced: Callable[[GradientBucket], None] = lambda bucket: None
+        """Called when a bucket was reduced for the last time before its update, in launch order."""
         self.on_backward_end: Callable[[], None] = lambda: None
         self.backwards = 0
         """Backward passes outside no_sync since the last step."""
-        self.foreseen: int | None = None
+        self.foreseen: int | None = 1
         self.rounds = 0
         """Rounds since the last step."""
+        self._learned = False
+        """A backward has ended, so it is known how many gradients each parameter brings; until then no reduction can
+        be told to be the last one."""
         self._next = 0
         self._travelling: deque[GradientBucket] = deque()
         self._passes: list[weakref.ref[_Pass]] = []
         """Backward passes under way, outermost first: reentrant checkpoints nest them."""
         self._handles: list[RemovableHandle] = []
+        self._accumulates: bool | None = None
+        """What was reduced last is to be added to; known when the first bucket is opened again."""
+        self._zeroed = True
+        """zero_grad was called since the last round."""
         for bucket in self.buckets:
+            bucket.accumulates = self._accumulating
             for index, param in enumerate(bucket.params):
                 self._hook(bucket, index, param)
 
@@ -109,13 +119,19 @@ class Rounds:
             self.abort()
         task = torch._C._current_graph_task_id()
         if all(known is None or known.task != task for known in passes):
-            new = _Pass(self, task)
-            self._passes.append(weakref.ref(new))
+            new, this = _Pass(self, task), weakref.ref(self)
+
+            def died(reference: weakref.ref[_Pass]) -> None:
+                rounds = this()
+                if rounds is not None and any(reference is known for known in rounds._passes):
+                    rounds._abort_quietly()
+
+            self._passes.append(weakref.ref(new, died))
             torch.autograd.Variable._execution_engine.queue_callback(new)
 
     def _arrived(self, bucket: GradientBucket) -> None:
         self.enter_pass()
-        if bucket.complete():
+        if bucket.tally.complete():
             bucket.pack()
             self.on_bucket_done(bucket)
             self.launch_ready()
@@ -139,8 +155,20 @@ class Rounds:
             self._travelling.popleft().finish()
         self._next = 0
         for bucket in self.buckets:
-            bucket.end_backward()
+            bucket.tally.end_backward()
+            if bucket.passing:
+                bucket.drop_carry()
+                bucket.spend()
+                bucket.sealed = False
         self.on_backward_end()
+
+    def _abort_quietly(self) -> None:
+        """Abort as soon as the engine has dropped a pass, while the user's exception is on its way.
+
+        A rank that never took part fails the next use of what it left behind, too, and is reported there.
+        """
+        with suppress(RuntimeError):
+            self.abort()
 
     def pass_ended(self, task: int) -> None:
         """Called by the engine at the end of a graph task."""
@@ -152,28 +180,57 @@ class Rounds:
         if self._reducing():
             self._finish_round()
         self.backwards += self.synchronise
+        self._learned = True
         for bucket in self.buckets:
             bucket.pack()
-            bucket.end_backward()
+            bucket.tally.end_backward()
         self.on_backward_end()
+
+    def _accumulating(self) -> bool:
+        """Return whether a bucket of which this rank has used nothing goes on from what other ranks have contributed.
+
+        It has no p.grad that could tell. If another bucket's gradients were kept, so are these.
+        """
+        if self._accumulates is None:
+            used = [(b, i) for b in self.buckets for i, is_used in enumerate(b.used) if is_used]
+            self._accumulates = any(b.traces.is_kept(i) for b, i in used) if used else not self._zeroed
+        return self._accumulates
 
     # ------------------------------------------------------------------ launching
 
+    def launch_next(self) -> None:
+        """Launch the next bucket in order, with zeros for what is not there; the last one ends the round.
+
+        Ranks without batches, in `join`, call it when the others do; nobody else outside of here.
+        """
+        self._launch_next()
+        if self._next == len(self.buckets):
+            self._finish_round()
+
     def _launch_next(self) -> None:
+        self.buckets[self._next].comm.announce("reduce", self._next)
         if len(self._travelling) >= MAX_TRAVELLING:
-            self._travelling.popleft().finish()
+            self._finish_first()
         bucket = self.buckets[self._next]
+        bucket.sealed = bucket.passing and self._learned
         bucket.launch()
         self._travelling.append(bucket)
         self._next += 1
+
+    def _finish_first(self) -> None:
+        bucket = self._travelling.popleft()
+        bucket.finish()
+        if self._learned:
+            self.on_reduced(bucket)
 
     def _finish_round(self) -> None:
         while self._next < len(self.buckets):
             self._launch_next()
         while self._travelling:
-            self._travelling.popleft().finish()
+            self._finish_first()
         self._next = 0
         self.rounds += 1
+        self._accumulates, self._zeroed = None, False
 
     # ------------------------------------------------------------------ at the step
 
@@ -195,17 +252,27 @@ class Rounds:
             for bucket in self.buckets:
                 bucket.reduce_alone()
             return
-        if self.rounds == 0 or self._next or any(b.state is State.LOCAL for b in self.buckets):
+        if self.rounds == 0 or self._next or any(b.state is State.LOCAL and not b.sealed for b in self.buckets):
             self._finish_round()
         for bucket in self.buckets:
-            bucket.forget_zeroed()
+            if not bucket.sealed:
+                bucket.forget_zeroed()
+                self.on_reduced(bucket)
 
     def end_step(self) -> None:
         """Start counting passes and rounds anew."""
         self.foreseen = self.backwards or None
+        self._zeroed |= not any(any(bucket.used) for bucket in self.buckets)
         self.backwards = self.rounds = 0
         for bucket in self.buckets:
-            bucket.end_backward()  # gradients set by hand came outside of any pass
+            bucket.tally.end_backward()  # gradients set by hand came outside of any pass
+            bucket.sealed = False
+
+    def drop_zeroed(self) -> None:
+        """After zero_grad: give the memory of local gradients back, in stages 2 and 3."""
+        self._zeroed = True
+        for bucket in self.buckets:
+            bucket.drop_zeroed()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-import math
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from ..buffers import ParameterBucket, Scratch
 from ..comm import Comm, Work
+from .absent import Absence
 from .gradients import GradientBucket
 
 ROOT = ""
@@ -70,11 +71,12 @@ class State(enum.Enum):
 
 
 class Unit:
-    """The parameters of one unit. While they are sharded, they keep their shapes, hold no memory and read as NaN."""
+    """The parameters of one unit. Sharded ones keep their shapes, hold no memory and refuse to be read."""
 
     def __init__(
         self,
         name: str,
+        index: int,
         parameters: Sequence[ParameterBucket],
         gradients: Sequence[GradientBucket],
         comm: Comm,
@@ -84,34 +86,41 @@ class Unit:
 
         Args:
             name: path of its module; "" for the root.
-            parameters: its buckets, trainable and frozen ones, whole.
+            index: among the units.
+            parameters: its buckets, trainable and frozen ones, emptied.
             gradients: of the trainable ones.
             comm: the group.
             scratch: the ledger of gathered memory.
         """
-        self.name, self.parameters, self.gradients = name, list(parameters), list(gradients)
-        self.comm, self.scratch = comm, scratch
+        self.name, self.title, self.parameters, self.gradients = name, name or "root", list(parameters), list(gradients)
+        self.index, self.comm, self.scratch = index, comm, scratch
         self.state = State.SHARDED
         self.inputs_pending = 0
         """Inputs of the module whose gradients backward has still to form."""
         self.calls_pending = 0
         """Calls of the module that backward has still to come to."""
+        self._visits, self._expected_visits = 0, 1
+        """Calls of the module that this backward pass has come to; the most that any has. Under a reentrant checkpoint
+        the forward does not tell how many there will be."""
         self.left_behind = False
         """Backward has come to all of its calls, and then to another unit: no more gradients will come."""
+        self.held = 0
+        """Methods under way that use the parameters beside any forward: nothing is released."""
         self._works: list[Work] = []
-        self._absent = [[_absent(p) for p in bucket.params] for bucket in self.parameters]
-        for bucket in self.parameters:
-            bucket.full.untyped_storage().resize_(0)
-        self._point(self._absent)
+        self._absences = [Absence(bucket.params, _Refusal(self)) for bucket in self.parameters]
+        for absence in self._absences:
+            absence.begin()
 
     def start(self) -> None:
         """Start to gather, if that is not done."""
         if self.state is State.SHARDED:
             self.state = State.GATHERING
-            for bucket in self.parameters:
-                self.scratch.allocate_storage(bucket.full)
-                bucket.full[bucket.bucket.shard(bucket.rank)].copy_(bucket.own)
-                self._works.append(self.comm.all_gather(bucket.full, self.name or "root"))
+            self.comm.announce("gather", self.index)
+            with torch.autograd.profiler.record_function(f"zerokern::gather {self.title}"):
+                for bucket in self.parameters:
+                    self.scratch.allocate_storage(bucket.full)
+                    bucket.full[bucket.bucket.shard(bucket.rank)].copy_(bucket.own)
+                    self._works.append(self.comm.all_gather(bucket.full, self.title))
 
     def gather(self) -> None:
         """Have the parameters whole when the current stream gets here."""
@@ -120,15 +129,16 @@ class Unit:
             for work in self._works:
                 work.wait()
             self._works.clear()
-            self._point([bucket.views for bucket in self.parameters])
+            for bucket, absence in zip(self.parameters, self._absences, strict=True):
+                absence.end(bucket.views)
             self.state = State.WHOLE
 
     def release(self) -> None:
         """Give the gathered memory back. Autograd's saved views stay valid: backward fills the same storage again."""
         if self.state is not State.SHARDED:
             self.gather()
-            self._point(self._absent)
-            for bucket in self.parameters:
+            for bucket, absence in zip(self.parameters, self._absences, strict=True):
+                absence.begin()
                 self.scratch.free_storage(bucket.full)
             self.state = State.SHARDED
 
@@ -139,21 +149,56 @@ class Unit:
             if bucket.bucket.trainable:
                 bucket.refresh_master()
 
+    def visit(self, *, first: bool) -> None:
+        """Backward has come to one of the calls, and perhaps does so for the first time."""
+        self.calls_pending -= first
+        self._visits += first
+
+    def leave(self) -> None:
+        """Backward has come to another unit."""
+        self.left_behind = self.calls_pending <= 0 and self._visits >= self._expected_visits
+
     def end_backward(self) -> None:
         """Forget the pass."""
+        self._expected_visits, self._visits = max(self._visits, self._expected_visits), 0
         self.inputs_pending = self.calls_pending = 0
         self.left_behind = False
 
     def backward_done(self) -> bool:
         """Return whether no node of the unit's graph is left: all its parameters and inputs have their gradients."""
-        return self.inputs_pending <= 0 and all(bucket.complete() for bucket in self.gradients)
+        return self.inputs_pending <= 0 and all(bucket.tally.complete() for bucket in self.gradients)
 
-    def _point(self, tensors: Sequence[Sequence[torch.Tensor]]) -> None:
-        for bucket, chosen in zip(self.parameters, tensors, strict=True):
-            for param, tensor in zip(bucket.params, chosen, strict=True):
-                param.data = tensor
+    def check_absent(self, name_of: Sequence[str]) -> None:
+        """SHARDED: raise if a parameter was replaced or moved, which no shard would learn of.
+
+        Raises:
+            RuntimeError: names the parameter and the remedy.
+        """
+        if self.state is not State.SHARDED:
+            return
+        for bucket, absence in zip(self.parameters, self._absences, strict=True):
+            for index, slot in enumerate(bucket.bucket.slots):
+                if not absence.holds(index):
+                    raise RuntimeError(
+                        f"parameter {name_of[slot.param]!r} was moved, cast or its .data was replaced while it was "
+                        "sharded; edit it inside optimizer.full_params(), or move the model before the optimizer is "
+                        "built"
+                    )
 
 
-def _absent(param: nn.Parameter) -> torch.Tensor:
-    value = math.nan if param.is_floating_point() else 0
-    return torch.full((), value, dtype=param.dtype, device=param.device).expand(param.shape)
+class _Refusal:
+    """Says why a parameter of a unit cannot be read now."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = weakref.ref(unit)
+
+    def __call__(self, param: nn.Parameter, reader: str) -> None:
+        unit = self._unit()
+        title = unit.title if unit else "a unit"
+        raise RuntimeError(
+            f"{reader} cannot read a parameter of shape {tuple(param.shape)} of unit {title!r}: it is sharded (stage "
+            "3), and whole in the forward of its unit only. For another method than forward call "
+            "optimizer.register_forward_method(module, name); to read, copy or edit weights enter "
+            "optimizer.full_params() on all ranks; if another module's forward uses it, put both into one unit with "
+            "Buckets(units=...)"
+        )

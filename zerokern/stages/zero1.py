@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -10,12 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from .. import config, ops
-from ..buffers import Memory, ParameterBucket, Scratch
+from ..buffers import ParameterBucket, Scratch
 from ..comm import Comm, Work
-from ..layout import Layout
+from ..lane import Lane
+from ..layout import Bucket, Layout
 from ..rules import UpdateRule
 from ..scalars import StepScalars
+from .arriving import Arriving
 from .gradients import GradientBucket
+from .initial import Initial, make_equal
+from .join import Join
 from .rounds import Rounds
 
 
@@ -46,6 +50,9 @@ class Zero1:
         rule: UpdateRule,
         precision: config.Precision,
         buckets: config.Buckets,
+        *,
+        device: torch.device,
+        initial: Initial | None = None,
     ) -> None:
         """Move parameters into buckets, create optimizer state, register hooks.
 
@@ -56,20 +63,19 @@ class Zero1:
             comm: the group to shard over.
             rule: how the optimizer updates.
             precision, buckets: the user's choices.
+            device: where the parameters live, or will.
+            initial: makes the values of parameters on the meta device.
         """
         self.layout, self.params, self.comm = layout, list(params), comm
         self.names = [spec.name for spec in layout.params]
-        device = params[0].device
         self.scratch = Scratch(device)
         members = [[self.params[slot.param] for slot in bucket.slots] for bucket in layout.buckets]
-        self._make_equal(members)
+        self.initial = initial
+        present = [i for i, chosen in enumerate(members) if not chosen[0].is_meta]
+        make_equal({self.names[layout.buckets[i].slots[0].param]: members[i] for i in present}, comm)
         self.parameters = [
-            ParameterBucket(
-                bucket, chosen, comm.rank,
-                sharded=self.parameters_sharded, precision=precision, moments=rule.moments,
-            )
-            for bucket, chosen in zip(layout.buckets, members, strict=True)
-        ]  # fmt: skip
+            self.place(bucket, chosen, precision, rule) for bucket, chosen in zip(layout.buckets, members, strict=True)
+        ]
         self.trainable = [p for p in self.parameters if p.bucket.trainable]
         order = [slot.param for p in self.trainable for slot in p.bucket.slots]
         self.row_of = {param: row for row, param in enumerate(order)}
@@ -79,18 +85,39 @@ class Zero1:
         groups = [places[i].group for i in order]
         seeds = [ops.seed_of(precision.seed, places[i].position) for i in order]
         self.scalars = StepScalars(rule, groups, seeds, partials, comm)
+        self.update_in_backward = buckets.update_in_backward
+        lane = Lane(device)
         self.gradients = [
             GradientBucket(
-                p, comm, self.scratch, part,
+                p, comm, self.scratch, lane, part, [self.names[slot.param] for slot in p.bucket.slots],
                 wire=precision.wire or p.full.dtype, reduced=precision.gradients,
-                resident=self.gradients_resident or comm.world == 1,
+                resident=(self.gradients_resident or comm.world == 1) and not self.update_in_backward,
+                passing=self.update_in_backward,
             )
             for p, part in zip(self.trainable, partials.split(counts), strict=True)
         ]  # fmt: skip
-        self.rounds = Rounds(self.gradients, self.names, overlap=buckets.overlap, once_per_step=self.gradients_resident)
-        self.versions = [p._version for p in self.params]
+        self.rounds = Rounds(
+            self.gradients, self.names,
+            overlap=buckets.overlap, once_per_step=self.gradients_resident and not self.update_in_backward,
+        )  # fmt: skip
+        if self.update_in_backward:
+            self.rounds.on_reduced = self._update_one
+        self.joined: Join | None = None
+        """Inside of `join`."""
+        self.groups: Sequence[MutableMapping[str, Any]] = ()
+        """torch's param groups, for updates in backward."""
+        self.arriving = Arriving(self.trainable, in_forward=buckets.gather_in_forward)
         self._settled: list[tuple[object, ...]] = []
         """Signatures of the gradients whose norm was gathered."""
+
+    def place(
+        self, bucket: Bucket, params: Sequence[nn.Parameter], precision: config.Precision, rule: UpdateRule
+    ) -> ParameterBucket:
+        """Move parameters into a bucket and create their optimizer state."""
+        sharded = self.parameters_sharded
+        return ParameterBucket(
+            bucket, params, self.comm.rank, sharded=sharded, precision=precision, moments=rule.moments
+        )
 
     def _row_maps(self, rows: int, device: torch.device) -> list[ops.RowMap]:
         """Return each bucket's map. A parameter has at most one piece on a rank, so all share one `origin`."""
@@ -105,42 +132,45 @@ class Zero1:
             for rows_of_blocks, bucket in zip(blocks, runs, strict=True)
         ]
 
-    def _make_equal(self, members: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Give every rank the initial values of rank 0, as DDP does; nothing is sent if they are equal already."""
-        if self.comm.world == 1:
-            return
-        with torch.no_grad():
-            sums = [sum(checksum(p) for p in chosen) for chosen in members]
-            gathered = self.comm.all_gather_words(torch.stack([torch.as_tensor(s) for s in sums]))
-            for bucket, chosen in enumerate(members):
-                if (gathered[:, bucket] != gathered[0, bucket]).any():
-                    for param in chosen:
-                        value = param.detach().contiguous()
-                        self.comm.broadcast(value, self.names[self.layout.buckets[bucket].slots[0].param])
-                        param.copy_(value)
-
     # ------------------------------------------------------------------ the step
 
     def settle_gradients(self) -> bool:
         """Have all gradients reduced and the small vector exchanged. Return False if that was so already."""
         self.comm.phase = "step"
+        self.arriving.wait_all()
         self._notice_writes()
-        with torch.autograd.profiler.record_function("zerokern::settle_gradients"):
+        with torch.autograd.profiler.record_function("zerokern::settle gradients"):
             self.rounds.settle()
             settled = [bucket.signature() for bucket in self.gradients]
             if self.scalars.gathered is not None and settled == self._settled:
                 return False
-            used = [False] * len(self.row_of)
-            for bucket in self.gradients:
-                for slot, is_used in zip(bucket.bucket.slots, bucket.used, strict=True):
-                    used[self.row_of[slot.param]] = is_used
-            self.scalars.gather(used)
-            self._settled = settled
+            self.comm.announce("norm")
+            self.gather_norm()
         return True
+
+    def gather_norm(self) -> None:
+        """Exchange the small vector of settled gradients."""
+        self.scalars.gather(self._used(self.gradients))
+        self._settled = [bucket.signature() for bucket in self.gradients]
+
+    def unit_titles(self) -> list[str]:
+        """Return the names of the units, for messages."""
+        return []
+
+    def gather_unit(self, index: int) -> None:
+        """Stage 3: take part in the gather of a unit, for the others' sake."""
+
+    def _used(self, buckets: Sequence[GradientBucket]) -> list[bool]:
+        """Return, by row, which parameters have a gradient in these buckets."""
+        used = [False] * len(self.row_of)
+        for bucket in buckets:
+            for slot, is_used in zip(bucket.bucket.slots, bucket.used, strict=True):
+                used[self.row_of[slot.param]] = is_used
+        return used
 
     def step(
         self,
-        groups: Sequence[Mapping[str, Any]],
+        groups: Sequence[MutableMapping[str, Any]],
         max_norm: float | Tensor | None,
         loss_scale: Tensor | None = None,
     ) -> None:
@@ -151,78 +181,109 @@ class Zero1:
             max_norm: clip to this total norm.
             loss_scale: what the gradients were multiplied with.
         """
-        scalars = self.scalars
-        l2 = scalars.form(groups, max_norm, loss_scale)
-        works = []
-        for parameters, gradients, rows in reversed(
-            list(zip(self.trainable, self.gradients, self.row_maps, strict=True))
-        ):
-            with torch.autograd.profiler.record_function("zerokern::update"):
-                ops.update_(
-                    parameters.shard, gradients.shard,
-                    rule=scalars.rule.kernel, table=scalars.table, keys=scalars.keys, rows=rows, l2=l2,
-                )  # fmt: skip
-            works.append(self.publish(parameters))
-        for work in works:
-            work.wait()
+        self.comm.announce("step")
+        if self.joined is not None:
+            max_norm, loss_scale = self.joined.agree(groups, max_norm, loss_scale)
+        if self.update_in_backward:
+            self.scalars.report_norm()
+        else:
+            with torch.autograd.profiler.record_function("zerokern::scalars"):
+                l2 = self.scalars.form(groups, max_norm, loss_scale)
+            for index in reversed(range(len(self.trainable))):
+                self._update(index, l2=l2)
+        self.arriving.end_step()
         self.rounds.end_step()
-        self.comm.step += 1
+        self.comm.end_step()
         self.comm.phase = "backward"
+
+    def _update(self, index: int, *, l2: bool) -> None:
+        parameters, scalars = self.trainable[index], self.scalars
+        with torch.autograd.profiler.record_function(f"zerokern::update {parameters.name}"):
+            ops.update_(
+                parameters.shard, self.gradients[index].shard, rule=scalars.rule.kernel,
+                table=scalars.table, keys=scalars.keys, rows=self.row_maps[index], l2=l2,
+            )  # fmt: skip
+        self.arriving.start(parameters, self.publish(parameters))
+
+    @torch.no_grad()
+    def _update_one(self, gradients: GradientBucket) -> None:
+        """In backward: update a bucket that has just been reduced, and let its gradients go.
+
+        Only its parameters count as used here, so that the scalar table leaves all others as they are.
+        """
+        index = next(i for i, known in enumerate(self.gradients) if known is gradients)
+        self.trainable[index].follow_writes()
+        self.scalars.gather(self._used([gradients]), guarded=False)
+        l2 = self.scalars.form(self.groups, None, None)
+        self._update(index, l2=l2)
+        self._tell_autograd(self.trainable[index])
+        gradients.spend()
+
+    def _tell_autograd(self, parameters: ParameterBucket) -> None:
+        """Let a backward that still needs the old values fail, as torch lets it after any write."""
+        torch.autograd.graph.increment_version(parameters.params)
+        parameters.note_versions()
 
     def publish(self, parameters: ParameterBucket) -> Work:
         """Start sending an updated shard to the ranks that need it."""
-        return self.comm.all_gather(parameters.full, f"bucket {parameters.bucket.index}")
+        return self.comm.all_gather(parameters.full, parameters.name)
 
     def _notice_writes(self) -> None:
         """Let master weights follow parameters that were loaded or edited since the last step."""
         for parameters in self.parameters:
             parameters.check_views(self.names)
-        versions = [p._version for p in self.params]
-        if versions != self.versions:
-            for parameters in self.trainable:
-                parameters.refresh_master()
-            self.versions = versions
+        for parameters in self.trainable:
+            parameters.follow_writes()
 
     # ------------------------------------------------------------------ what users ask for
 
     @contextmanager
     def full_params(self) -> Iterator[None]:
         """Make every parameter whole. Edits made inside, the same on all ranks, are kept."""
+        self.arriving.wait_all()
         try:
             yield
         finally:
             for parameters in self.trainable:
                 parameters.refresh_master()
 
-    def memory(self) -> Memory:
-        """Return the bytes this rank holds, by role, counted from the tensors themselves."""
-        tables = [*self.scalars.tables(), *(t for rows in self.row_maps for t in (rows.block_row, rows.origin))]
-        moments = [t for p in self.parameters for moment in p.shard[2:] if moment is not None for t in moment]
-        return Memory(
-            parameters=self._parameter_bytes(),
-            gradients=_storage_bytes([t for g in self.gradients for t in (g.shard, g.local if g.resident else None)]),
-            master=_storage_bytes([p.shard.master for p in self.parameters]),
-            moments=_storage_bytes(moments),
-            buffers=self.scratch.live_bytes,
-            tables=_storage_bytes(tables),
-        )
+    def refuse_passing(self, what: str) -> None:
+        """Refuse what needs all gradients before the first update.
 
-    def _parameter_bytes(self) -> int:
-        return _storage_bytes([p.full for p in self.parameters])
+        Raises:
+            ValueError: updates are made in backward.
+        """
+        if self.update_in_backward:
+            raise ValueError(
+                f"{what} needs all gradients before the first update, and Buckets(update_in_backward=True) makes "
+                "updates during backward; leave one of them out"
+            )
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Follow the ranks that have more batches than this one."""
+        self.refuse_passing("join()")
+        self.joined = Join(self)
+        try:
+            with self.joined.ranks():
+                yield
+        finally:
+            self.joined = None
+
+    def register_forward_method(self, module: nn.Module, name: str) -> Callable[..., Any]:
+        """Stage 3: gather around a method as around a forward. Return the method.
+
+        Raises:
+            ValueError: there is no such method.
+        """
+        method = getattr(module, name, None)
+        if not callable(method):
+            raise ValueError(
+                f"register_forward_method: {type(module).__name__} has no method {name!r}; pass the module that has it"
+            )
+        return method  # type: ignore[no-any-return]
 
     def detach(self) -> None:
         """Let go of the parameters: remove the hooks, leave every parameter whole."""
+        self.arriving.wait_all()
         self.rounds.detach()
-
-
-def checksum(tensor: Tensor) -> Tensor:
-    """Return an int64 sum of a tensor's bytes as words: equal tensors have equal sums."""
-    flat = tensor.detach().contiguous().view(-1)
-    words = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
-    return words.sum(dtype=torch.int64)
-
-
-def _storage_bytes(tensors: Sequence[Tensor | None]) -> int:
-    """Return the bytes of distinct storages."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
-    return sum(storages.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,15 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
-from torch.utils.hooks import RemovableHandle
 
 from .. import config
 from ..buffers import ParameterBucket
 from ..comm import Comm, Work
-from ..layout import Layout
+from ..layout import Bucket, Layout
 from ..rules import UpdateRule
+from .course import Course
+from .hooks import GradientHook, ModuleHook
+from .initial import Initial, make_equal
 from .units import ROOT, Unit, unit_modules
-from .zero1 import Place, _storage_bytes
+from .zero1 import Place
 from .zero2 import Zero2
 
 
@@ -42,61 +45,82 @@ class Zero3(Zero2):
         precision: config.Precision,
         buckets: config.Buckets,
         *,
+        device: torch.device,
+        initial: Initial | None = None,
         model: nn.Module,
     ) -> None:
         """Shard the parameters and hook the units' modules. Arguments as for `Zero1`."""
-        super().__init__(layout, params, places, comm, rule, precision, buckets)
+        super().__init__(layout, params, places, comm, rule, precision, buckets, device=device, initial=initial)
         self.overlap = buckets.overlap
-        self.units = {}
+        self.units: dict[str, Unit] = {}
         for name in unit_modules(model, buckets.units):
             mine = [p for p in self.parameters if p.bucket.unit == name]
             theirs = [g for g in self.gradients if g.bucket.unit == name]
             if mine:
-                self.units[name] = Unit(name, mine, theirs, comm, self.scratch)
+                self.units[name] = Unit(name, len(self.units), mine, theirs, comm, self.scratch)
         self.whole = False
         """Within full_params: nothing is released."""
         self._entered: Unit | None = None
         """The unit whose backward is under way."""
-        self._order: list[str] = []
-        self._last_order: list[str] = []
+        self._course = Course()
         self.rounds.ready = lambda bucket: self.units[bucket.bucket.unit].left_behind
         self.rounds.on_bucket_done = lambda bucket: self._release_if_done(self.units[bucket.bucket.unit])
         self.rounds.on_backward_end = self._end_backward
-        self._handles: list[RemovableHandle] = []
-        self._hook_modules(model, unit_modules(model, buckets.units))
+        self._running = False
+        """The model's own forward is under way."""
+        self._modules = unit_modules(model, buckets.units)
+        self._hooks: list[ModuleHook] = []
+        self._hook_modules(model)
 
     # ------------------------------------------------------------------ hooks
 
-    def _hook_modules(self, model: nn.Module, modules: dict[str, nn.Module]) -> None:
-        this = weakref.ref(self)  # a module must not keep an optimizer alive that its user has dropped
-
-        def calling(name: str, method: Callable[..., None]) -> Callable[..., None]:
-            def hook(*args: Any) -> None:
-                zero = this()
-                if zero is not None:
-                    method(zero, name, *args)
-
-            return hook
-
-        for name, module in modules.items():
+    def _hook_modules(self, model: nn.Module) -> None:
+        for name, module in self._modules.items():
             if name in self.units or name == ROOT:
-                before = calling(name, Zero3._before_forward)
-                after = calling(name, Zero3._after_forward)
-                self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-                self._handles.append(module.register_forward_hook(after))
-        inside = {id(m) for name, unit in modules.items() if name != ROOT for m in unit.modules()}
+                self._hooks.append(ModuleHook(module, self, Zero3._before_forward, name).before_forward())
+                self._hooks.append(ModuleHook(module, self, Zero3._after_forward, name).after_forward())
+        inside = {id(m) for name, unit in self._modules.items() if name != ROOT for m in unit.modules()}
         if ROOT in self.units:
             for module in model.modules():
-                if (
-                    module is not model
-                    and id(module) not in inside
-                    and next(module.parameters(recurse=False), None) is not None
-                ):
-                    gather = calling(ROOT, Zero3._before_root_submodule)
-                    self._handles.append(module.register_forward_pre_hook(gather, prepend=True))
-        refuse = calling(ROOT, Zero3._refuse_sharded_state)
-        self._handles.append(model.register_state_dict_pre_hook(refuse))
-        self._handles.append(model.register_load_state_dict_pre_hook(refuse))
+                has_own = next(module.parameters(recurse=False), None) is not None
+                if module is not model and id(module) not in inside and has_own:
+                    self._hooks.append(ModuleHook(module, self, Zero3._before_root_submodule, ROOT).before_forward())
+        self._hooks.append(ModuleHook(model, self, Zero3._refuse_sharded_state, ROOT).around_state_dict())
+
+    def register_forward_method(self, module: nn.Module, name: str) -> Callable[..., Any]:
+        """Gather around a method as around a forward. Return the method."""
+        original = super().register_forward_method(module, name)
+        unit = next((u for u, m in self._modules.items() if u != ROOT and any(module is x for x in m.modules())), ROOT)
+        this = weakref.ref(self)
+
+        @functools.wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            zero = this()
+            if zero is None:
+                return original(*args, **kwargs)
+            zero._before_forward(unit, module, args, kwargs)
+            output = None
+            try:
+                with zero._hold(unit):
+                    output = original(*args, **kwargs)
+                return output
+            finally:
+                zero._after_forward(unit, module, args, output)
+
+        setattr(module, name, method)
+        return method
+
+    @contextmanager
+    def _hold(self, name: str) -> Iterator[None]:
+        """Keep a unit whole during a method that may call forwards."""
+        held = [self.units[name]] if name in self.units else []
+        try:
+            for unit in held:
+                unit.held += 1
+            yield
+        finally:
+            for unit in held:
+                unit.held -= 1
 
     def _before_forward(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
@@ -105,16 +129,14 @@ class Zero3(Zero2):
         if name not in self.units:
             return
         unit = self.units[name]
-        if not in_backward:
-            self._order.append(name)
         unit.gather()
-        if self.overlap and not in_backward and name != ROOT:
-            self._prefetch(_following(self._last_order, name))
+        if self._running and not in_backward and name != ROOT:
+            self._prefetch(self._course.forward(name))
         if torch.is_grad_enabled():
             for tensor in tree_flatten((args, kwargs))[0]:
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     unit.inputs_pending += 1
-                    tensor.register_hook(_Hook(self, Zero3._input_done, name))
+                    tensor.register_hook(GradientHook(self, Zero3._input_done, name))
 
     def _after_forward(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
@@ -122,17 +144,17 @@ class Zero3(Zero2):
         unit = self.units.get(name)
         if outputs and unit is not None and not (in_backward and unit is self._entered):
             unit.calls_pending += 1
-        come = _Hook(self, Zero3._before_backward, name)
+        come = GradientHook(self, Zero3._before_backward, name)
         for tensor in outputs:
             tensor.register_hook(come)
         # A forward inside backward is a checkpoint's recomputation: its own backward follows at once.
         if not in_backward:
             if name == ROOT:
-                self._end_forward()
-            elif not self.whole:
-                self.units[name].release()
+                self._end_forward(raised=output is None)
+            elif unit is not None:
+                self._release(unit)
 
-    def _before_root_submodule(self, name: str, module: nn.Module, args: Any) -> None:
+    def _before_root_submodule(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.units[ROOT].gather()
 
     def _before_backward(self, name: str, first: bool) -> None:
@@ -141,15 +163,15 @@ class Zero3(Zero2):
         unit = self.units.get(name)
         if unit is not None:
             unit.gather()
-            unit.calls_pending -= first
+            unit.visit(first=first)
             # All ranks come to the units in one order, while which gradients arrive may differ. So this is where
             # reductions are launched, lest they cross with gathers.
             if self._entered is not None and self._entered is not unit and self._entered.name != ROOT:
-                self._entered.left_behind = self._entered.calls_pending <= 0
+                self._entered.leave()
             self._entered = unit
             self.rounds.launch_ready()
-        if self.overlap:
-            self._prefetch(_following(self._last_order[::-1], name) if name != ROOT else self._last_order[-1:])
+        course = self._course
+        self._prefetch(course.backward_begins() if name == ROOT else course.backward(name, first=first))
 
     def _input_done(self, name: str, first: bool) -> None:
         self.units[name].inputs_pending -= 1
@@ -167,34 +189,62 @@ class Zero3(Zero2):
     def _begin_forward(self) -> None:
         """Start afresh, also after an exception in an earlier pass."""
         self.comm.phase = "forward"
-        self._order = []
-        if not self.whole:
-            for unit in self.units.values():
-                unit.release()
+        self._running = True
+        self._course.begin_forward()
+        for unit in self.units.values():
+            self._release(unit)
 
-    def _end_forward(self) -> None:
-        self._last_order = [name for name in self._order if name != ROOT]
-        if not self.whole:
-            for unit in self.units.values():
-                unit.release()
+    def _end_forward(self, *, raised: bool) -> None:
+        self._running = False
+        self._course.end_forward(raised=raised)
+        for unit in self.units.values():
+            self._release(unit)
 
     def _end_backward(self) -> None:
         self._entered = None
+        self._course.end_backward()
         for unit in self.units.values():
             unit.end_backward()
-            if not self.whole:
-                unit.release()
+            self._release(unit)
+
+    def _release(self, unit: Unit) -> None:
+        if not self.whole and not unit.held:
+            unit.release()
 
     def _prefetch(self, names: Sequence[str]) -> None:
-        for name in names:
+        for name in names if self.overlap else ():
             self.units[name].start()
 
     def _release_if_done(self, unit: Unit) -> None:
         # The root unit serves the first and the last layers: it stays until backward ends.
-        if unit.name != ROOT and not self.whole and unit.backward_done():
-            unit.release()
+        if unit.name != ROOT and unit.backward_done():
+            self._release(unit)
 
     # ------------------------------------------------------------------ what differs from ZeRO-2
+
+    def place(
+        self, bucket: Bucket, params: Sequence[nn.Parameter], precision: config.Precision, rule: UpdateRule
+    ) -> ParameterBucket:
+        """Keep the shard only, of parameters that are made here and now if they were on the meta device."""
+        if any(param.is_meta for param in params):
+            assert self.initial is not None
+            theirs = [b for b in self.layout.buckets if b.unit == bucket.unit]
+            members = {self.names[b.slots[0].param]: [self.params[slot.param] for slot in b.slots] for b in theirs}
+            self.initial.make([param for chosen in members.values() for param in chosen])
+            make_equal(members, self.comm)
+        parameters = super().place(bucket, params, precision, rule)
+        parameters.empty()
+        return parameters
+
+    def unit_titles(self) -> list[str]:
+        """Return the names of the units, for messages."""
+        return [unit.title for unit in self.units.values()]
+
+    def gather_unit(self, index: int) -> None:
+        """Take part in the gather of a unit, for the others' sake."""
+        unit = list(self.units.values())[index]
+        unit.gather()
+        self._release(unit)
 
     def publish(self, parameters: ParameterBucket) -> Work:
         """Send nothing: the next forward gathers."""
@@ -202,6 +252,11 @@ class Zero3(Zero2):
 
     def _notice_writes(self) -> None:
         """Sharded parameters can only be edited in `full_params`, which tells their shards."""
+        for unit in self.units.values():
+            unit.check_absent(self.names)
+
+    def _tell_autograd(self, parameters: ParameterBucket) -> None:
+        """Say nothing: the shard was updated, and what backward uses is as it was."""
 
     @contextmanager
     def full_params(self) -> Iterator[None]:
@@ -220,34 +275,11 @@ class Zero3(Zero2):
                 for unit in self.units.values():
                     unit.release()
 
-    def _parameter_bytes(self) -> int:
-        return _storage_bytes([p.own for p in self.parameters])
-
     def detach(self) -> None:
         """Remove the hooks and leave every parameter whole. All ranks must do so."""
         super().detach()
-        for handle in self._handles:
-            handle.remove()
+        for hook in self._hooks:
+            hook.remove()
         for unit in self.units.values():
             unit.gather()
         self.whole = True
-
-
-class _Hook:
-    """A gradient hook, shared by the outputs of one call, that does not keep the coordinator alive."""
-
-    def __init__(self, zero: Zero3, method: Callable[[Zero3, str, bool], None], name: str) -> None:
-        self.zero, self.method, self.name = weakref.ref(zero), method, name
-        self.first = True
-
-    def __call__(self, grad: Tensor) -> None:
-        zero = self.zero()
-        if zero is not None:
-            first, self.first = self.first, False
-            self.method(zero, self.name, first)
-
-
-def _following(order: Sequence[str], name: str) -> Sequence[str]:
-    """Return the unit after `name`, as a sequence of at most one."""
-    position = order.index(name) + 1 if name in order else len(order)
-    return order[position : position + 1]

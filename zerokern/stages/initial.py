@@ -1,0 +1,110 @@
+"""Initial values: made where a model was built on the meta device, and the same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import swap_tensors
+
+from ..comm import Comm
+
+
+class Initial:
+    """Gives parameters on the meta device memory and values, some at a time, so that no rank ever holds all of them."""
+
+    def __init__(self, model: nn.Module, init: Callable[[nn.Module], Any] | Any | None, device: torch.device) -> None:
+        """Look at the model.
+
+        Args:
+            model: whose parameters and buffers to make.
+            init: gives the parameters and buffers that a module itself owns their values; or a mapping from names to
+                tensors, or what has `get_tensor(name)` as safetensors' files do; None: `module.reset_parameters()`.
+            device: where to make them.
+        """
+        self.model, self.init, self.device = model, init, device
+        self._made: set[int] = set()
+        self._initialised: set[int] = set()
+
+    @torch.no_grad()
+    def make(self, params: Sequence[nn.Parameter]) -> None:
+        """Make some parameters, and the buffers of the modules that they complete.
+
+        Raises:
+            ValueError: a module cannot initialise itself, or leaves its parameters to another unit.
+            KeyError: the mapping lacks a parameter or buffer.
+        """
+        fresh = [param for param in params if param.is_meta]
+        for param in fresh:
+            memory = torch.empty_like(param, device=self.device)
+            swap_tensors(param, nn.Parameter(memory, requires_grad=param.requires_grad))
+            self._made.add(id(param))
+        wanted = {id(param) for param in fresh}
+        for name, module in self.model.named_modules():
+            own = {id(p) for p in module.parameters(recurse=False)}
+            if own <= self._made and (own & wanted or (not own and _meta_buffers(module))):
+                self._initialise(name, module)
+
+    def _initialise(self, name: str, module: nn.Module) -> None:
+        for key, buffer in _meta_buffers(module).items():
+            module._buffers[key] = torch.empty_like(buffer, device=self.device)
+        params = dict(module.named_parameters(recurse=False))
+        if params and all(id(param) in self._initialised for param in params.values()):
+            return  # tied: another module has done it
+        if self.init is None or callable(self.init):
+            init = self.init or getattr(type(module), "reset_parameters", None)
+            if init is None:
+                raise ValueError(
+                    f"module {name!r} ({type(module).__name__}) is on the meta device and has no reset_parameters(); "
+                    "pass init=, a function that gives a module's own parameters and buffers their values"
+                )
+            init(module)
+        else:
+            for key, tensor in [*params.items(), *module.named_buffers(recurse=False)]:
+                if key not in module._non_persistent_buffers_set:
+                    tensor.copy_(self._fetch(f"{name}.{key}" if name else key, tensor))
+        self._initialised |= {id(param) for param in params.values()}
+
+    def _fetch(self, name: str, like: Tensor) -> Tensor:
+        source: Any = self.init
+        fetch: Callable[[str], Tensor] = source.get_tensor if hasattr(source, "get_tensor") else source.__getitem__
+        try:
+            value = fetch(name)
+        except Exception as error:
+            raise KeyError(f"init has no tensor {name!r}, which the model needs") from error
+        if value.shape != like.shape:
+            raise ValueError(f"init has {name!r} of shape {tuple(value.shape)}; the model needs {tuple(like.shape)}")
+        return value
+
+
+def _meta_buffers(module: nn.Module) -> dict[str, Tensor]:
+    return {key: buffer for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
+
+
+def make_equal(members: Mapping[str, Sequence[nn.Parameter]], comm: Comm) -> None:
+    """Give every rank the initial values of rank 0, as DDP does; what is equal already is not sent.
+
+    Args:
+        members: parameters by bucket, under a name for the log.
+        comm: the group.
+    """
+    if comm.world == 1 or not members:
+        return
+    with torch.no_grad():
+        sums = [torch.stack([checksum(p) for p in chosen]).sum() for chosen in members.values()]
+        gathered = comm.all_gather_words(torch.stack(sums))
+        for (name, chosen), of_ranks in zip(members.items(), gathered.T, strict=True):
+            if (of_ranks != of_ranks[0]).any():
+                for param in chosen:
+                    value = param.detach().contiguous()
+                    comm.broadcast(value, name)
+                    param.copy_(value)
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Return an int64 sum of a tensor's bytes as words: equal tensors have equal sums."""
+    flat = tensor.detach().contiguous().view(-1)
+    words = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    return words.sum(dtype=torch.int64)
