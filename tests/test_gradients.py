@@ -308,6 +308,26 @@ def used_on_one_rank_only(run: Run) -> None:
         run.step()
 
 
+def _accumulate_where_one_rank_uses_nothing(run: Run, *, zero: bool) -> None:
+    for step in range(3):
+        if zero:
+            run.optimizer.zero_grad()
+        run.backward(10 * step, lambda rank: run.loss(10 * step, rank, use="none" if rank else "both"))  # noqa: B023
+        run.backward(10 * step + 1, lambda rank: run.loss(10 * step + 1, rank, use="both" if rank else "none"))  # noqa: B023
+        run.step()
+
+
+@script(buckets=zerokern.Buckets(bytes=1))
+def a_bucket_is_unused_on_one_rank_in_each_of_two_backwards(run: Run) -> None:
+    """B7's kind: such a rank has no p.grad that could tell whether the others' contributions are still wanted."""
+    _accumulate_where_one_rank_uses_nothing(run, zero=True)
+
+
+@script(buckets=zerokern.Buckets(bytes=1))
+def a_bucket_is_unused_on_one_rank_and_never_zeroed(run: Run) -> None:
+    _accumulate_where_one_rank_uses_nothing(run, zero=False)
+
+
 @script()
 def a_unit_is_skipped_and_the_order_changes(run: Run) -> None:
     """B17, B18: the order of the last iteration is a hint only."""
@@ -629,7 +649,7 @@ def play(name: str, stage: int | None, world: int) -> dict[str, Any]:
     """Run one script."""
     function, options = SCRIPTS[name]
     torch.manual_seed(0)
-    run = Run(stage, world, buckets=SMALL, **options)
+    run = Run(stage, world, **{"buckets": SMALL, **options})
     function(run)
     return run.result()
 

@@ -36,7 +36,7 @@ def play(name: str, stage: int, world: int, way: str) -> dict[str, Any]:
     """Run one script."""
     function, options = SCRIPTS[name]
     torch.manual_seed(0)
-    run = Run(stage, world, buckets=WAYS[way], **options)
+    run = Run(stage, world, **{**options, "buckets": WAYS[way]})
     function(run)
     return run.result()
 

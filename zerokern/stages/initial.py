@@ -23,18 +23,46 @@ class Initial:
             init: gives the parameters and buffers that a module itself owns their values; or a mapping from names to
                 tensors, or what has `get_tensor(name)` as safetensors' files do; None: `module.reset_parameters()`.
             device: where to make them.
+
+        Raises:
+            ValueError: a module cannot initialise itself, or the mapping lacks a tensor. Nothing was made.
         """
         self.model, self.init, self.device = model, init, device
         self._made: set[int] = set()
         self._initialised: set[int] = set()
+        self._names: set[str] = set()
+        """What a mapping has."""
+        if init is None:
+            self._check_modules()
+        elif not callable(init):
+            self._check_names(init)
+
+    def _check_modules(self) -> None:
+        for name, module in self.model.named_modules():
+            owns = next(module.parameters(recurse=False), None) is not None or _meta_buffers(module)
+            if owns and not hasattr(module, "reset_parameters"):
+                raise ValueError(
+                    f"module {name!r} ({type(module).__name__}) is on the meta device and has no reset_parameters(); "
+                    "pass init=, a function that gives a module's own parameters and buffers their values"
+                )
+
+    def _check_names(self, source: Any) -> None:
+        there = self._names = set(source.keys())
+        tied = {id(p): name for name, p in self.model.named_parameters(remove_duplicate=False) if name in there}
+        missing = [
+            name
+            for name, tensor in self.model.state_dict(keep_vars=True).items()
+            if name not in there and id(tensor) not in tied
+        ]
+        if missing:
+            raise ValueError(f"init has no tensor {missing[0]!r}, which the model needs ({len(missing)} are missing)")
 
     @torch.no_grad()
     def make(self, params: Sequence[nn.Parameter]) -> None:
         """Make some parameters, and the buffers of the modules that they complete.
 
         Raises:
-            ValueError: a module cannot initialise itself, or leaves its parameters to another unit.
-            KeyError: the mapping lacks a parameter or buffer.
+            ValueError: a tensor of the mapping has another shape.
         """
         fresh = [param for param in params if param.is_meta]
         for param in fresh:
@@ -53,27 +81,22 @@ class Initial:
         params = dict(module.named_parameters(recurse=False))
         if params and all(id(param) in self._initialised for param in params.values()):
             return  # tied: another module has done it
-        if self.init is None or callable(self.init):
-            init = self.init or getattr(type(module), "reset_parameters", None)
-            if init is None:
-                raise ValueError(
-                    f"module {name!r} ({type(module).__name__}) is on the meta device and has no reset_parameters(); "
-                    "pass init=, a function that gives a module's own parameters and buffers their values"
-                )
-            init(module)
+        if self.init is None:
+            module.reset_parameters()  # type: ignore[operator]
+        elif callable(self.init):
+            self.init(module)
         else:
             for key, tensor in [*params.items(), *module.named_buffers(recurse=False)]:
                 if key not in module._non_persistent_buffers_set:
-                    tensor.copy_(self._fetch(f"{name}.{key}" if name else key, tensor))
+                    tensor.copy_(self._fetch(tensor, f"{name}.{key}" if name else key))
         self._initialised |= {id(param) for param in params.values()}
 
-    def _fetch(self, name: str, like: Tensor) -> Tensor:
+    def _fetch(self, like: Tensor, name: str) -> Tensor:
         source: Any = self.init
-        fetch: Callable[[str], Tensor] = source.get_tensor if hasattr(source, "get_tensor") else source.__getitem__
-        try:
-            value = fetch(name)
-        except Exception as error:
-            raise KeyError(f"init has no tensor {name!r}, which the model needs") from error
+        if name not in self._names:  # tied: under another name
+            named = self.model.named_parameters(remove_duplicate=False)
+            name = next(other for other, param in named if param is like and other in self._names)
+        value: Tensor = source.get_tensor(name) if hasattr(source, "get_tensor") else source[name]
         if value.shape != like.shape:
             raise ValueError(f"init has {name!r} of shape {tuple(value.shape)}; the model needs {tuple(like.shape)}")
         return value
