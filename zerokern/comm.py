@@ -207,6 +207,10 @@ class Comm:
         if self.listener is not None:
             self.listener(event, index)
 
+    def end_construction(self) -> None:
+        """What was sent until now is of no step."""
+        self.sent, self.waits = 0, Waits()
+
     def end_step(self) -> None:
         """Start counting bytes and waits anew, and keep those of the step that ends."""
         self.step += 1

@@ -73,6 +73,7 @@ class ShardedOptimizer(ObservableOptimizer):
             owner._let_go()
         self._zero: Zero1 | None = plan.coordinator()
         self._zero.groups = self.param_groups
+        comm.end_construction()
         self._index_of = WeakTensorKeyDictionary({p: i for i, p in enumerate(plan.params)})
         for param in plan.params:
             _owners[param] = weakref.ref(self)
