@@ -8,6 +8,7 @@ Integer gradients are exact on every device and in every order of addition, so a
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from pathlib import Path
 
@@ -18,8 +19,16 @@ from torch import Tensor
 
 import zerokern
 
-CASES = [(dtype, stage) for dtype in ("float32", "bfloat16", "float16") for stage in (1, 2, 3)]
+WAYS = {
+    "by hand": None,
+    "overlap": zerokern.Buckets(bytes=4096),
+    "in backward": zerokern.Buckets(bytes=4096, update_in_backward=True),
+    "in forward": zerokern.Buckets(bytes=4096, gather_in_forward=True),
+}
+"""By hand: gradients are assigned. Else backward forms them, bucket by bucket, while others travel."""
+CASES = [(dtype, stage, way) for dtype in ("float32", "bfloat16", "float16") for stage in (1, 2, 3) for way in WAYS]
 STEPS = 3
+SHAPES = [(37, 17), (1000,), (33, 17), (), (5, 5, 5), (64,)]
 
 
 def main() -> None:
@@ -37,23 +46,31 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def train(dtype: str, stage: int, device: torch.device) -> list[Tensor]:
-    """Return the weights after some clipped steps, during which a host synchronisation is an error on a GPU."""
-    model = models.toy().to(device, getattr(torch, dtype))
-    optimizer = zerokern.AdamW(model.parameters(), lr=1e-2, stage=stage, model=model, max_grad_norm=100.0)
-    weights = [torch.ones_like(p) for p in model.parameters()]
+def train(dtype: str, stage: int, way: str, device: torch.device) -> list[Tensor]:
+    """Return the weights after some steps, during which a host synchronisation is an error on a GPU."""
+    torch.manual_seed(0)
+    model = models.Weighted(SHAPES, getattr(torch, dtype)).to(device)
+    optimizer = zerokern.AdamW(model.parameters(), lr=1e-2, stage=stage, model=model, buckets=WAYS[way])
     for step in range(STEPS):
-        for param, weight in zip(model.parameters(), weights, strict=True):
-            values = torch.arange(param.numel(), dtype=torch.float32) + 7 * step + 3 * dist.get_rank()
-            param.grad = (values.remainder(5) - 2).view(param.shape).to(weight)
+        gradients = [integers(shape, 7 * step + 3 * dist.get_rank()).to(device) for shape in SHAPES]
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("error")
+        if way == "by hand":
+            for param, gradient in zip(model.parameters(), gradients, strict=True):
+                param.grad = gradient.to(param.dtype)
+        else:
+            model(gradients).backward()
         optimizer.step()
         optimizer.zero_grad()
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")
     with optimizer.full_params():
         return [p.detach().cpu().clone() for p in model.parameters()]
+
+
+def integers(shape: tuple[int, ...], start: int) -> Tensor:
+    """Return a gradient of small integers."""
+    return (torch.arange(math.prod(shape), dtype=torch.float32) + start).remainder(5).sub(2).view(shape)
 
 
 if __name__ == "__main__":

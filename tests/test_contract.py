@@ -19,7 +19,7 @@ from torch.optim import lr_scheduler
 import zerokern
 
 PAIRS = [(zerokern.AdamW, torch.optim.AdamW), (zerokern.Adam, torch.optim.Adam)]
-OWN_OPTIONS = {"stage", "model", "process_group", "mesh", "precision", "buckets", "max_grad_norm"}
+OWN_OPTIONS = {"stage", "model", "process_group", "mesh", "precision", "buckets", "max_grad_norm", "init"}
 pairs = pytest.mark.parametrize(("ours", "theirs"), PAIRS, ids=lambda c: c.__name__)
 in_stages = pytest.mark.parametrize("stage", STAGES, ids="stage{}".format)
 
