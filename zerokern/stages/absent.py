@@ -85,7 +85,7 @@ class ReducedGradient(Tensor):
         if func.__name__ not in ZEROING and _reads(func):
             gradient = _absent_among((*args, *(kwargs or {}).values()), cls)
             raise RuntimeError(
-                f"{_name_of(func)} cannot read the gradient of {gradient.of_param!r}: it was averaged over the ranks, "
+                f"{_name_of(func)} cannot read the gradient of {gradient.of_param!r}: it is averaged over the ranks, "
                 "each holds a part of it. Instead of torch's clip_grad_norm_ call optimizer.clip_grad_norm_(max_norm); "
                 "to read it call optimizer.full_grad(p), or optimizer.local_grad(p), on all ranks"
             )

@@ -1,11 +1,11 @@
 """One bucket's gradients, from autograd to the reduced shard.
 
-    LOCAL       this rank's gradients, accumulating in `local` (p.grad is a view of it)
+    LOCAL       this rank's gradients, accumulating in `local`
     TRAVELLING  `local` is being exchanged; nobody touches it
     REDUCED     `shard` holds the average over ranks; `local` is gone (stages 2, 3) or stale (stage 1)
 
-p.grad tells whether the user still wants a gradient. While it is LOCAL, p.grad is the view; once it has left, p.grad
-is a `ReducedGradient`, without memory. If either is missing, or was zeroed, somebody called zero_grad.
+p.grad tells whether the user still wants a gradient: it is a `ReducedGradient`, without memory (in a world of one, a view
+of `local`). If it is missing, or was zeroed, somebody called zero_grad.
 """
 
 from __future__ import annotations
@@ -77,7 +77,6 @@ class GradientBucket:
         size = 0 if passing else bucket.shard_numel
         self.shard = torch.zeros(size, dtype=reduced, device=device) if in_local is None else in_local
         """[S], the reduced gradient."""
-        self.shard_in_local = in_local is not None
         self.traces = Traces(self.params, names)
         self.tally = Tally(len(self.params))
         self.filled = [False] * len(self.params)
@@ -87,7 +86,7 @@ class GradientBucket:
         self.sealed = False
         """Passing: the gradients of this step are under way to their update, or used."""
         self.continues = [False] * len(self.params)
-        """Gradients on their way add to the one in `local`."""
+        """Gradients on their way are to be added to the one in `local`, which p.grad does not show."""
         self.carry: Tensor | None = None
         """A reduced gradient that nobody zeroed: the next reduction adds to it."""
         self.accumulates: Callable[[], bool] = lambda: False
@@ -106,16 +105,16 @@ class GradientBucket:
         """
         if self.sealed:
             raise RuntimeError(
-                f"a gradient of {self.traces.placeholders[index].of_param!r} arrived after its update: with "
-                "update_in_backward the last backward before step() updates, so run those before it inside "
-                "optimizer.no_sync()"
+                f"a gradient of {self.traces.placeholders[index].of_param!r} arrived after its update: with update_in_"
+                "backward the last backward before step() updates; run those before it inside optimizer.no_sync()"
             )
         if self.state is not State.LOCAL:
             self.reopen()
-        self.continues[index] = self.filled[index] = self.filled[index] and self.params[index].grad is not None
+        self.filled[index] &= self.params[index].grad is not None
         if self.filled[index]:
             self.pack()  # what autograd adds to must be there
         self._notice_writes(index)
+        self.continues[index] = self.filled[index] and self.traces.is_placeholder(index)
         if self.traces.is_placeholder(index):
             self.params[index].grad = None  # autograd would add in place to a tensor that has no memory
 
@@ -127,13 +126,15 @@ class GradientBucket:
         self._ensure_local()
         view = self.views[index]
         if grad is not view:
-            if self.continues[index] and self.wire != param.dtype:
+            if self.continues[index]:
                 view.add_(grad)
             elif self.pack_at_once:
                 self._waiting[index] = grad
             else:
                 view.copy_(grad)  # while it is in the cache
-        self.traces.leave(index, view) if self.wire == param.dtype else self.traces.take_away(index)
+        # Of several ranks none has the gradient, and a part of it must not pass for the whole.
+        alone = self.comm.world == 1 and self.wire == param.dtype and not self.passing
+        self.traces.leave(index, view) if alone else self.traces.take_away(index)
         self.filled[index] = True
         self.arrivals += 1
         self.tally.count(index)
@@ -161,9 +162,6 @@ class GradientBucket:
         self.pack()
         local = self._ensure_local()
         self._clear_unfilled()
-        for index, filled in enumerate(self.filled):
-            if filled:
-                self.traces.take_away(index)
         if self.passing:
             self.shard = self.scratch.take(self.bucket.shard_numel, self.reduced)
         self.exchange.start(local, self._reduce)
@@ -230,7 +228,7 @@ class GradientBucket:
         self.finish()
         accumulates = self.accumulates() and not any(self.used)
         if any(self.forget_zeroed(reopening=True)) or accumulates:
-            self.carry = self.shard.clone() if self.shard_in_local else self.shard
+            self.carry = self.shard.clone() if self.resident and self.wire == self.reduced else self.shard
         self.state = State.LOCAL
 
     def forget_zeroed(self, *, reopening: bool = False) -> list[bool]:
