@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
@@ -58,16 +59,25 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled or not isinstance(optimizer, ShardedOptimizer):
             return super().step(optimizer, *args, **kwargs)
-        if args or kwargs.get("closure") is not None:
+        if any(value is not None for value in (*args, *kwargs.values())):
             raise RuntimeError("closures are not available with a loss scale; call backward before scaler.step")
         self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update()")
         self._settle(optimizer, state)
-        result = optimizer.step()
+        # Accelerate puts a wrapper in the place of step, and takes a step for skipped if it was not called.
+        watched = "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched")
+        (found,) = state["found_inf_per_device"].values()
+        result = type(optimizer).step(optimizer) if watched and found.item() else optimizer.step()
         state["stage"] = OptState.STEPPED
         return result
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Adjust the scale, as torch does, but never below the least normal number: it could not grow from 0."""
+        super().update(new_scale)
+        if self._enabled and self._scale is not None:
+            self._scale.clamp_(min=torch.finfo(torch.float32).tiny)
 
     def _settle(self, optimizer: ShardedOptimizer, state: dict[str, Any]) -> None:
         """Note whether this iteration's gradients are finite; nothing is sent if they are reduced already."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.utils.dlpack
 from torch import Tensor, nn
 
 from . import ops
@@ -63,6 +64,10 @@ class Scratch:
             tensor.fill_(math.nan)
         self._count(-tensor.nbytes)
 
+    def lend(self, tensor: Tensor) -> None:
+        """End the life of a tensor from `take` to which users may have references: it lives on as long as these."""
+        self._count(-tensor.nbytes)
+
     def allocate_storage(self, tensor: Tensor) -> None:
         """Give a tensor whose storage was emptied its memory back; views of it come to life again."""
         tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
@@ -90,6 +95,21 @@ def dense_stride(param: Tensor) -> tuple[int, ...]:
 def view_in(flat: Tensor, start: int, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
     """Return a parameter-shaped view of a flat tensor."""
     return flat.as_strided(tuple(shape), tuple(stride), flat.storage_offset() + start)
+
+
+def storages_of(views: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors over the same memory, each with a storage of its own size.
+
+    safetensors refuses parts of a larger storage, and torch.save and deepcopy would take all of it.
+    """
+
+    def own(view: Tensor) -> Tensor:
+        try:
+            return torch.utils.dlpack.from_dlpack(view)
+        except BufferError:  # a dtype that DLPack does not know
+            return view
+
+    return [own(view) if view.numel() else view for view in views]
 
 
 MASTER = {"fp32": torch.float32, "split32": torch.int16, "split24": torch.int8, "none": None}
@@ -139,6 +159,8 @@ class ParameterBucket:
         self.full = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
         self.strides = [dense_stride(param) for param in self.params]
         self.views = self.views_of(self.full)
+        if not sharded:  # stage 3 empties the storage, and views of it must be views
+            self.views = storages_of(self.views)
         for param, view in zip(self.params, self.views, strict=True):
             view.copy_(param.detach())
         for param, view in zip(self.params, self.views, strict=True):
@@ -219,13 +241,13 @@ class ParameterBucket:
         """Let the master follow parameters that somebody else wrote, and keep the low bits of those nobody did."""
         ops.refresh_master_(self.shard)
 
-    def check_views(self, name_of: Sequence[str]) -> None:
-        """Raise if a parameter no longer is its view of the bucket, as after `model.to(...)`.
+    def check_views(self, name_of: Sequence[str], views: Sequence[Tensor] | None = None) -> None:
+        """Raise if a parameter no longer is its view of the bucket, or of other memory, as after `model.to(...)`.
 
         Raises:
             RuntimeError: names the parameter and the remedy.
         """
-        for slot, param, view in zip(self.bucket.slots, self.params, self.views, strict=True):
+        for slot, param, view in zip(self.bucket.slots, self.params, views or self.views, strict=True):
             if param.data_ptr() != view.data_ptr() or param.dtype != view.dtype:
                 raise RuntimeError(
                     f"parameter {name_of[slot.param]!r} no longer lives in the optimizer's flat buffer: it "

@@ -262,6 +262,8 @@ def _in_model_order(params: Sequence[nn.Parameter], model: nn.Module) -> list[nn
     """Return what stage 3 shards, in order of registration: the optimizer's parameters, and frozen ones."""
     ours = {id(p) for p in params}
     chosen = [p for p in model.parameters() if id(p) in ours or not p.requires_grad]
+    for name, param in model.named_parameters():
+        _check_param(name, param)
     missing = ours - {id(p) for p in chosen}
     if missing:
         raise ValueError(

@@ -4,8 +4,8 @@
     TRAVELLING  `local` is being exchanged; nobody touches it
     REDUCED     `shard` holds the average over ranks; `local` is gone (stages 2, 3) or stale (stage 1)
 
-p.grad tells whether the user still wants a gradient: it is a `ReducedGradient`, without memory (in a world of one, a view
-of `local`). If it is missing, or was zeroed, somebody called zero_grad.
+p.grad tells whether the user still wants a gradient: it is a `ReducedGradient`, without memory (in a world of one, a
+view of `local`). If it is missing, or was zeroed, somebody called zero_grad.
 """
 
 from __future__ import annotations

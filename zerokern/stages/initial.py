@@ -116,9 +116,20 @@ def make_equal(members: Mapping[str, Sequence[nn.Parameter]], comm: Comm) -> Non
     if comm.world == 1 or not members:
         return
     with torch.no_grad():
-        sums = [torch.stack([checksum(p) for p in chosen]).sum() for chosen in members.values()]
-        gathered = comm.all_gather_words(torch.stack(sums))
-        for (name, chosen), of_ranks in zip(members.items(), gathered.T, strict=True):
+        sums = torch.stack([checksum(p) for chosen in members.values() for p in chosen])
+        gathered = comm.all_gather_words(sums)
+        for rank, theirs in enumerate(gathered):
+            if not torch.equal(theirs, gathered[0]) and torch.equal(theirs.sort().values, gathered[0].sort().values):
+                index = int((theirs != gathered[0]).nonzero()[0])
+                raise ValueError(
+                    f"rank {rank} has the parameters of rank 0 in another order, from parameter {index} of the layout "
+                    "on: pass them in one order on all ranks, not from a set"
+                )
+        starts = [0]
+        for chosen in members.values():
+            starts.append(starts[-1] + len(chosen))
+        for (name, chosen), start in zip(members.items(), starts, strict=False):
+            of_ranks = gathered[:, start : start + len(chosen)]
             if (of_ranks != of_ranks[0]).any():
                 for param in chosen:
                     value = param.detach().contiguous()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from ..buffers import ParameterBucket, Scratch
+from ..buffers import ParameterBucket, Scratch, storages_of
 from ..comm import Comm, Work
 from .absent import Absence
 from .gradients import GradientBucket
@@ -107,6 +107,8 @@ class Unit:
         self.held = 0
         """Methods under way that use the parameters beside any forward: nothing is released."""
         self._works: list[Work] = []
+        self._shown: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        """Within full_params: each bucket's memory, and the parameters in it."""
         self._absences = [Absence(bucket.params, _Refusal(self)) for bucket in self.parameters]
         for absence in self._absences:
             absence.begin()
@@ -142,12 +144,44 @@ class Unit:
                 self.scratch.free_storage(bucket.full)
             self.state = State.SHARDED
 
-    def keep_edits(self) -> None:
-        """WHOLE: copy this rank's part back to its shard."""
-        for bucket in self.parameters:
-            bucket.own.copy_(bucket.full[bucket.bucket.shard(bucket.rank)])
+    def show(self) -> None:
+        """Have the parameters whole in memory that is not emptied afterwards: users may keep what they see of it.
+
+        A unit that is whole, since a forward or backward of it is under way, stays as it is.
+        """
+        if self.state is State.GATHERING:
+            self.release()
+        if self.state is State.SHARDED:
+            self.comm.announce("gather", self.index)
+            self.state = State.WHOLE
+            for bucket, absence in zip(self.parameters, self._absences, strict=True):
+                whole = self.scratch.take(bucket.full.numel(), bucket.full.dtype)
+                self._shown.append((whole, storages_of(bucket.views_of(whole))))
+                whole[bucket.bucket.shard(bucket.rank)].copy_(bucket.own)
+                self.comm.all_gather(whole, self.title).wait()
+                absence.end(self._shown[-1][1])
+
+    def keep_edits(self, name_of: Sequence[str]) -> None:
+        """After `show`: copy this rank's part back to its shard.
+
+        Raises:
+            RuntimeError: a parameter was replaced.
+        """
+        shown = self._shown or [(bucket.full, bucket.views) for bucket in self.parameters]
+        for bucket, (_, views) in zip(self.parameters, shown, strict=True):
+            bucket.check_views(name_of, views)
+        for bucket, (whole, _) in zip(self.parameters, shown, strict=True):
+            bucket.own.copy_(whole[bucket.bucket.shard(bucket.rank)])
             if bucket.bucket.trainable:
                 bucket.refresh_master()
+
+    def hide(self) -> None:
+        """End what `show` began."""
+        for (whole, _), absence in zip(self._shown, self._absences, strict=False):
+            absence.begin()
+            self.scratch.lend(whole)
+            self.state = State.SHARDED
+        self._shown.clear()
 
     def visit(self, *, first: bool) -> None:
         """Backward has come to one of the calls, and perhaps does so for the first time."""

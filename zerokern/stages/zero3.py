@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ..rules import UpdateRule
 from .course import Course
 from .hooks import GradientHook, ModuleHook
 from .initial import Initial, make_equal
+from .showing import showing
 from .units import ROOT, Unit, unit_modules
 from .zero1 import Place
 from .zero2 import Zero2
@@ -152,7 +153,7 @@ class Zero3(Zero2):
             if name == ROOT:
                 self._end_forward(raised=output is None)
             elif unit is not None:
-                self._release(unit)
+                self._release(unit, quiet=output is None)
 
     def _before_root_submodule(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.units[ROOT].gather()
@@ -198,7 +199,7 @@ class Zero3(Zero2):
         self._running = False
         self._course.end_forward(raised=raised)
         for unit in self.units.values():
-            self._release(unit)
+            self._release(unit, quiet=raised)
 
     def _end_backward(self) -> None:
         self._entered = None
@@ -207,9 +208,11 @@ class Zero3(Zero2):
             unit.end_backward()
             self._release(unit)
 
-    def _release(self, unit: Unit) -> None:
+    def _release(self, unit: Unit, *, quiet: bool = False) -> None:
+        """Release a unit that nobody holds; quietly after an exception, of which the user is being told already."""
         if not self.whole and not unit.held:
-            unit.release()
+            with suppress(RuntimeError) if quiet else nullcontext():
+                unit.release()
 
     def _prefetch(self, names: Sequence[str]) -> None:
         for name in names if self.overlap else ():
@@ -260,20 +263,16 @@ class Zero3(Zero2):
 
     @contextmanager
     def full_params(self) -> Iterator[None]:
-        """Gather every unit; afterwards keep the edits, unless the body raised."""
-        outermost, self.whole = not self.whole, True
-        try:
-            for unit in self.units.values():
-                unit.start()
-                unit.gather()
+        """Make every parameter whole. Edits are kept, unless the body raised on any rank."""
+        if self.whole:
             yield
-            for unit in self.units.values():
-                unit.keep_edits()
+            return
+        self.whole = True
+        try:
+            with showing(list(self.units.values()), self.comm, self.scratch.device, self.names):
+                yield
         finally:
-            if outermost:
-                self.whole = False
-                for unit in self.units.values():
-                    unit.release()
+            self.whole = False
 
     def detach(self) -> None:
         """Remove the hooks and leave every parameter whole. All ranks must do so."""
