@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 # Bottom up. A module imports from lower layers, or from its own package (kernels, stages, examples).
 LAYERS = (
-    ("layout", "config"),
+    ("layout", "config", "eager"),
     ("kernels",),
     ("ops",),
     ("buffers", "comm", "lane"),

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from . import build
 from .comm import Comm
 from .config import Buckets, Precision
+from .eager import eager
 from .observable import ObservableOptimizer
 from .rules import UpdateRule
 from .stages.zero1 import Zero1
@@ -101,6 +102,7 @@ class ShardedOptimizer(ObservableOptimizer):
             )
         super().add_param_group(param_group)
 
+    @eager
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduce what is not reduced yet, update this rank's shards, make parameters whole again (stages 1 and 2).
@@ -145,6 +147,7 @@ class ShardedOptimizer(ObservableOptimizer):
 
     # ------------------------------------------------------------------ beyond torch
 
+    @eager
     def clip_grad_norm_(self, max_norm: float | Tensor, norm_type: float = 2.0) -> Tensor:
         """Clip the total gradient norm of the coming step. Call it after the last backward, on all ranks.
 
@@ -172,6 +175,7 @@ class ShardedOptimizer(ObservableOptimizer):
             self._clip_once = max_norm
             return zero.scalars.norm(self._loss_scale).float()
 
+    @eager
     def unscale_(self, loss_scale: Tensor) -> Tensor:
         """Divide the coming step's gradients by a loss scale. `zerokern.GradScaler` calls this, on all ranks.
 

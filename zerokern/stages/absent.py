@@ -21,6 +21,7 @@ TELLING = frozenset(
         *("__get__", "__hash__", "__len__", "__repr__", "__str__", "data_ptr", "detach_", "dim", "element_size"),
         *("get_device", "has_names", "is_complex", "is_contiguous", "is_floating_point", "is_shared", "is_signed"),
         *("nelement", "ndimension", "numel", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_"),
+        *("_is_view", "_is_zerotensor", "is_conj", "is_inference", "is_neg"),  # torch.compile asks
         *("retain_grad", "size", "storage_offset", "stride", "type", "untyped_storage"),
     }
 )
@@ -148,6 +149,8 @@ class Absence:
     def begin(self) -> None:
         """Let go of the parameters' memory: they keep their shapes and read as NaN where torch is not asked."""
         for param, nothing in zip(self.params, self._nothing, strict=True):
+            if type(param) is AbsentParameter:
+                continue
             param.data = nothing
             if type(param) is nn.Parameter:
                 param.__class__ = AbsentParameter

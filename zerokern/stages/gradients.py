@@ -21,7 +21,8 @@ from ..buffers import ParameterBucket, Scratch
 from ..comm import Comm
 from ..lane import Lane
 from .exchange import Exchange
-from .tally import Tally, Traces
+from .local import LocalGradients
+from .tally import Tally
 
 
 class State(enum.Enum):
@@ -32,7 +33,7 @@ class State(enum.Enum):
     REDUCED = enum.auto()
 
 
-class GradientBucket:
+class GradientBucket(LocalGradients):
     """The gradients of one bucket on one rank."""
 
     def __init__(
@@ -62,37 +63,29 @@ class GradientBucket:
             resident: stage 1: `local` lives forever; if the dtypes are one, the shard is this rank's part of it.
             passing: the shard lives from its reduction to its update only (`spend`).
         """
-        self.parameters, self.bucket, self.params = parameters, parameters.bucket, parameters.params
-        self.comm, self.scratch, self.partials = comm, scratch, partials
-        self.wire, self.reduced, self.resident, self.passing = wire, reduced, resident, passing
+        super().__init__(parameters, scratch, names, wire, resident=resident)
+        self.comm, self.partials, self.reduced, self.passing = comm, partials, reduced, passing
         self.state = State.LOCAL
         self.exchange = Exchange(comm, scratch, lane, parameters.name)
         bucket, device = self.bucket, scratch.device
-        self.pack_at_once = device.type == "cuda"  # one launch for the whole bucket
-        self.local: Tensor | None = None
-        self.views: list[Tensor] = []
-        if resident:
-            self._open(torch.zeros(bucket.numel, dtype=wire, device=device))
         in_local = self.local[bucket.shard(comm.rank)] if self.local is not None and wire == reduced else None
         size = 0 if passing else bucket.shard_numel
         self.shard = torch.zeros(size, dtype=reduced, device=device) if in_local is None else in_local
         """[S], the reduced gradient."""
-        self.traces = Traces(self.params, names)
         self.tally = Tally(len(self.params))
-        self.filled = [False] * len(self.params)
-        """Slots of `local` that hold a gradient."""
         self.used = [False] * len(self.params)
         """Parameters whose gradient is in `shard`."""
         self.sealed = False
         """Passing: the gradients of this step are under way to their update, or used."""
         self.continues = [False] * len(self.params)
         """Gradients on their way are to be added to the one in `local`, which p.grad does not show."""
+        self.dropped = False
+        """REDUCED: all gradients were zeroed since."""
         self.carry: Tensor | None = None
         """A reduced gradient that nobody zeroed: the next reduction adds to it."""
         self.accumulates: Callable[[], bool] = lambda: False
         """Whether a reduced bucket of which this rank has used nothing is added to."""
         self.reductions = self.arrivals = 0
-        self._waiting: dict[int, Tensor] = {}
         self._reduced: tuple[object, ...] = ()
 
     # ------------------------------------------------------------------ a gradient arrives
@@ -139,13 +132,6 @@ class GradientBucket:
         self.arrivals += 1
         self.tally.count(index)
 
-    def pack(self) -> None:
-        """Copy gradients that wait into the bucket."""
-        if self._waiting:
-            ops.pack_([self.views[index] for index in self._waiting], list(self._waiting.values()))
-            self._waiting.clear()
-            self.traces.forget_all_writes()
-
     def adopt(self, index: int) -> None:
         """Take a gradient that was assigned to p.grad by hand, or was there before the optimizer."""
         grad = self.params[index].grad
@@ -176,7 +162,7 @@ class GradientBucket:
         self.filled = [False] * len(self.params)
         if not self.resident:
             self._close()
-        self.state = State.REDUCED
+        self.state, self.dropped = State.REDUCED, False
         self.reductions += 1
 
     def spend(self) -> None:
@@ -198,7 +184,13 @@ class GradientBucket:
         self.carry = None
 
     def drop_zeroed(self) -> None:
-        """Let go of a bucket, in stages 2 and 3, whose local gradients were all set to None."""
+        """All gradients were zeroed: forget what was reduced, also for other ranks, and memory that nobody looks at."""
+        self.finish()
+        self.dropped = self.state is State.REDUCED
+        if self.carry is not None:
+            for index in range(len(self.params)):
+                self._notice_writes(index)
+            self.drop_carry()
         if self.state is State.LOCAL and not self.resident and all(param.grad is None for param in self.params):
             self._waiting.clear()
             self.filled = [False] * len(self.params)
@@ -226,7 +218,7 @@ class GradientBucket:
     def reopen(self) -> None:
         """Make the bucket LOCAL again. What was reduced and not zeroed since is carried into the next reduction."""
         self.finish()
-        accumulates = self.accumulates() and not any(self.used)
+        accumulates = not self.dropped and self.accumulates() and not any(self.used)
         if any(self.forget_zeroed(reopening=True)) or accumulates:
             self.carry = self.shard.clone() if self.resident and self.wire == self.reduced else self.shard
         self.state = State.LOCAL
@@ -235,15 +227,16 @@ class GradientBucket:
         """REDUCED: drop gradients whose p.grad was zeroed (they are zero) or set to None (there is none). Return which
         are kept."""
         traces = self.traces
-        kept = [used and traces.is_kept(index) for index, used in enumerate(self.used)]
+        kept = [used and traces.is_kept(index) and not self.dropped for index, used in enumerate(self.used)]
         dropped = [index for index, used in enumerate(self.used) if used and not kept[index]]
         for index in dropped:
             self.used[index] = traces.is_placeholder(index)
             traces.forget_writes(index)
-        if dropped and not (reopening and not any(kept)):
-            self.parameters.zero_segments(self.shard, dropped)
+        if (dropped or self.dropped) and not (reopening and not any(kept)):
+            self.shard.zero_() if self.dropped else self.parameters.zero_segments(self.shard, dropped)
             nothing = self.shard.new_empty(0, self.shard.numel())
             ops.reduce_(self.shard, self.shard, nothing, self.partials, rank=0, scale=1.0)
+        self.dropped = False
         return kept
 
     # ------------------------------------------------------------------ details
@@ -258,22 +251,6 @@ class GradientBucket:
             self.shard.copy_(out)
         self.drop_carry()
 
-    def _ensure_local(self) -> Tensor:
-        return self._open(self.scratch.take(self.bucket.numel, self.wire)) if self.local is None else self.local
-
-    def _open(self, local: Tensor) -> Tensor:
-        self.local = local
-        # .data: each view has a version counter of its own.
-        self.views = [view.data for view in self.parameters.views_of(local)]
-        for start, end in self.bucket.padding:
-            local[start:end].zero_()  # it takes part in sums
-        return local
-
-    def _close(self) -> None:
-        if self.local is not None:
-            self.scratch.give(self.local)
-        self.local, self.views = None, []
-
     def _clear_unfilled(self) -> None:
         """Zero the slots of parameters without a gradient, and of those that were set to None since."""
         for index, param in enumerate(self.params):
@@ -284,15 +261,17 @@ class GradientBucket:
 
     def _notice_writes(self, index: int) -> None:
         """LOCAL: follow what was done to p.grad since we left something there."""
-        grad = self.params[index].grad
-        if grad is not None and self._is_ours(index, grad) and self.traces.is_untouched(index):
+        if self.is_wanted(index):
             return
-        if self.used[index] and self.carry is not None:
+        was_used, self.used[index] = self.used[index], False
+        if was_used and self.carry is not None:
             self.parameters.zero_segments(self.carry, [index])
-        self.used[index] = False
-        if self.traces.is_placeholder(index) and self.filled[index]:
-            self.views[index].zero_()  # zeroed in place: a gradient of zero
+            if not any(self.used):
+                self.drop_carry()  # with what other ranks have contributed
+        if self.traces.is_placeholder(index) and (
+            self.filled[index] or was_used
+        ):  # zeroed in place: a gradient of zero
+            self._ensure_local()
+            self.views[index].zero_()
+            self.filled[index] = True
             self.traces.forget_writes(index)
-
-    def _is_ours(self, index: int, grad: Tensor) -> bool:
-        return self.traces.is_placeholder(index) or (bool(self.views) and grad is self.views[index])

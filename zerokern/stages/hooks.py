@@ -6,9 +6,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+
+from ..eager import eager
 
 
 class ModuleHook:
@@ -19,13 +20,10 @@ class ModuleHook:
         self._owner: weakref.ref[Any] | None = weakref.ref(owner)
         self._method, self._argument = method, argument
         self._handle: RemovableHandle | None = None
-        # torch.compile must not look for a graph in what only moves memory.
-        self._run = torch.compiler.disable(self._call)
 
+    # Not what it calls: torch.compile looks for a graph in every frame that is entered while it is on.
+    @eager
     def __call__(self, module: nn.Module, *args: Any) -> None:
-        self._run(module, *args)
-
-    def _call(self, module: nn.Module, *args: Any) -> None:
         owner = self._owner() if self._owner else None
         if owner is not None and module is self._module():
             self._method(owner, self._argument, module, *args)
@@ -76,8 +74,22 @@ class GradientHook:
         self._owner, self._method, self._argument = weakref.ref(owner), method, argument
         self._first = True
 
+    @eager
     def __call__(self, grad: Tensor) -> None:
         owner = self._owner()
         if owner is not None:
             first, self._first = self._first, False
             self._method(owner, self._argument, first)
+
+
+class PassEnd:
+    """The callback of one graph task. Only the engine holds it, so it dies with a pass that an exception ended."""
+
+    def __init__(self, owner: Any, method: Callable[[Any, int], None], task: int) -> None:
+        self._owner, self._method, self.task = weakref.ref(owner), method, task
+
+    @eager
+    def __call__(self) -> None:
+        owner = self._owner()
+        if owner is not None:
+            self._method(owner, self.task)

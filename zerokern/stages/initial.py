@@ -122,7 +122,7 @@ def make_equal(members: Mapping[str, Sequence[nn.Parameter]], comm: Comm) -> Non
             if not torch.equal(theirs, gathered[0]) and torch.equal(theirs.sort().values, gathered[0].sort().values):
                 index = int((theirs != gathered[0]).nonzero()[0])
                 raise ValueError(
-                    f"rank {rank} has the parameters of rank 0 in another order, from parameter {index} of the layout "
+                    f"Rank {rank} has the parameters of rank 0 in another order, from parameter {index} of the layout "
                     "on: pass them in one order on all ranks, not from a set"
                 )
         starts = [0]

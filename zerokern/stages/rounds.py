@@ -15,22 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ..eager import eager
 from .gradients import GradientBucket, State
+from .hooks import PassEnd
 
 MAX_TRAVELLING = 2
 """Buckets under way at a time; each holds a buffer of chunks."""
-
-
-class _Pass:
-    """The callback of one graph task. Only the engine holds it, so it dies with a pass that an exception ended."""
-
-    def __init__(self, rounds: Rounds, task: int) -> None:
-        self.rounds, self.task = weakref.ref(rounds), task
-
-    def __call__(self) -> None:
-        rounds = self.rounds()
-        if rounds is not None:
-            rounds.pass_ended(self.task)
 
 
 class Rounds:
@@ -72,7 +62,7 @@ class Rounds:
         be told to be the last one."""
         self._next = 0
         self._travelling: deque[GradientBucket] = deque()
-        self._passes: list[weakref.ref[_Pass]] = []
+        self._passes: list[weakref.ref[PassEnd]] = []
         """Backward passes under way, outermost first: reentrant checkpoints nest them."""
         self._handles: list[RemovableHandle] = []
         self._accumulates: bool | None = None
@@ -88,12 +78,16 @@ class Rounds:
         # Weak: a parameter must not keep an optimizer alive that its user has dropped.
         this, weak_bucket = weakref.ref(self), weakref.ref(bucket)
 
+        @eager
         def before(grad: Tensor) -> None:
             rounds, gradients = this(), weak_bucket()
             if rounds is not None and gradients is not None:
                 rounds._refuse_sparse(gradients, index, grad)
+                if not rounds._passes:
+                    rounds._notice_zeroing()
                 gradients.before(index)
 
+        @eager
         def after(_: Tensor) -> None:
             rounds, gradients = this(), weak_bucket()
             if rounds is not None and gradients is not None:
@@ -119,9 +113,9 @@ class Rounds:
             self.abort()
         task = torch._C._current_graph_task_id()
         if all(known is None or known.task != task for known in passes):
-            new, this = _Pass(self, task), weakref.ref(self)
+            new, this = PassEnd(self, Rounds.pass_ended, task), weakref.ref(self)
 
-            def died(reference: weakref.ref[_Pass]) -> None:
+            def died(reference: weakref.ref[PassEnd]) -> None:
                 rounds = this()
                 if rounds is not None and any(reference is known for known in rounds._passes):
                     rounds._abort_quietly()
@@ -252,6 +246,7 @@ class Rounds:
             for bucket in self.buckets:
                 bucket.reduce_alone()
             return
+        self._notice_zeroing()
         if self.rounds == 0 or self._next or any(b.state is State.LOCAL and not b.sealed for b in self.buckets):
             self._finish_round()
         for bucket in self.buckets:
@@ -269,10 +264,16 @@ class Rounds:
             bucket.sealed = False
 
     def drop_zeroed(self) -> None:
-        """After zero_grad: give the memory of local gradients back, in stages 2 and 3."""
-        self._zeroed = True
+        """After zero_grad: forget what was reduced, and give the memory of local gradients back, in stages 2 and 3."""
+        self._zeroed, self._accumulates = True, None
         for bucket in self.buckets:
             bucket.drop_zeroed()
+
+    def _notice_zeroing(self) -> None:
+        """Treat gradients that were all zeroed by somebody else, such as model.zero_grad, as zero_grad does."""
+        used = [(bucket, i) for bucket in self.buckets for i, is_used in enumerate(bucket.used) if is_used]
+        if used and not any(bucket.is_wanted(i) for bucket, i in used):
+            self.drop_zeroed()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
