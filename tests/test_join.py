@@ -40,8 +40,12 @@ def train(stage: int, batches: Sequence[int], accumulation: int, *, follow: bool
     else:
         for index in range(most):
             iterate(index)
-    return {"params": whole(model, optimizer), "lr": optimizer.param_groups[0]["lr"], "step": optimizer.metrics()["step"],
-            "buffers": optimizer.memory().buffers}  # fmt: skip
+    return {
+        "params": whole(model, optimizer),
+        "lr": optimizer.param_groups[0]["lr"],
+        "step": optimizer.metrics()["step"],
+        "buffers": optimizer.memory().buffers,
+    }
 
 
 def evaluate(batches: Sequence[int]) -> list[float]:

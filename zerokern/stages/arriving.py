@@ -57,6 +57,10 @@ class Arriving:
         if not self.in_forward:
             self.wait_all()
 
+    def wait(self, parameters: ParameterBucket) -> None:
+        """Have a bucket whole when the current stream gets here."""
+        self._wait(parameters.bucket.index)
+
     def wait_all(self) -> None:
         """Have every parameter whole when the current stream gets here."""
         for index in list(self._works):

@@ -186,7 +186,7 @@ class GradientBucket(LocalGradients):
     def drop_zeroed(self) -> None:
         """All gradients were zeroed: forget what was reduced, also for other ranks, and memory that nobody looks at."""
         self.finish()
-        self.dropped = self.state is State.REDUCED
+        self.sealed, self.dropped = False, self.state is State.REDUCED
         if self.carry is not None:
             for index in range(len(self.params)):
                 self._notice_writes(index)

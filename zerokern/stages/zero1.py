@@ -102,6 +102,7 @@ class Zero1:
         )  # fmt: skip
         if self.update_in_backward:
             self.rounds.on_reduced = self._update_one
+            self.rounds.on_abort = self._end_arriving
         self.joined: Join | None = None
         """Inside of `join`."""
         self.groups: Sequence[MutableMapping[str, Any]] = ()
@@ -212,12 +213,16 @@ class Zero1:
         Only its parameters count as used here, so that the scalar table leaves all others as they are.
         """
         index = next(i for i, known in enumerate(self.gradients) if known is gradients)
+        self.arriving.wait(self.trainable[index])  # if nobody has read it since its last update
         self.trainable[index].follow_writes()
         self.scalars.gather(self._used([gradients]), guarded=False)
         l2 = self.scalars.form(self.groups, None, None)
         self._update(index, l2=l2)
         self._tell_autograd(self.trainable[index])
         gradients.spend()
+
+    def _end_arriving(self) -> None:
+        self.arriving.end_step()
 
     def _tell_autograd(self, parameters: ParameterBucket) -> None:
         """Let a backward that still needs the old values fail, as torch lets it after any write."""
