@@ -116,8 +116,8 @@ class Work:
         except RuntimeError as error:
             self._error = RuntimeError(
                 f"{self._name} did not complete: another rank never took part in it, or has ended. Every rank must run "
-                "the same steps and, in stage 3, the same units. The process group is broken now: in stages 1 and 2 build "
-                "a new one and a new optimizer, in stage 3 resume from a checkpoint"
+                "the same steps and, in stage 3, the same units. The process group is broken now: in stages 1 and 2 "
+                "build a new one and a new optimizer, in stage 3 resume from a checkpoint"
             )
             raise self._error from error
         finally:
