@@ -20,7 +20,7 @@ VOCABULARY = 64
 
 def sequences(generator: torch.Generator, rows: int, length: int) -> torch.Tensor:
     """Rows in which few tokens are frequent."""
-    return (VOCABULARY * torch.rand(rows, length, generator=generator) ** 4).long()
+    return (VOCABULARY * torch.rand(rows, length, generator=generator) ** 8).long()
 
 
 def main() -> None:

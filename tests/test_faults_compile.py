@@ -280,7 +280,11 @@ def test_inductor_agrees(stage: int) -> None:
 # ---------------------------------------------------------------------- around units
 
 TOY = functools.partial(models.toy, blocks=2)
-ROOT_WAYS = [*((stage, "in place", "before") for stage in STAGES), (3, "replaced", "after")]
+ROOT_WAYS = [
+    *((stage, "in place", "before", "eager") for stage in (1, 2)),
+    (3, "in place", "before", "aot_eager"),
+    (3, "replaced", "after", "eager"),
+]
 
 
 def _refused(how: str, when: str, root: bool, **options: Any) -> str:
@@ -341,9 +345,11 @@ def _root_cases() -> dict[Any, Callable[[], Any]]:
         cases[stage, "step, tensor lr"] = functools.partial(trained, compiled_step=True, tensor_lr=True)
         for compiled in (True, False):
             cases[stage, "whole step", compiled] = functools.partial(whole_step, stage, compiled)
-    for stage, how, when in ROOT_WAYS:
-        compiled = functools.partial(HOW[how], backend="aot_eager", fullgraph=stage != 3)
-        cases[stage, how, when] = functools.partial(train, stage, build=TOY, compiled=compiled, when=when, root=True)
+    for stage, how, when, backend in ROOT_WAYS:
+        compiled = functools.partial(HOW[how], backend=backend, fullgraph=stage != 3)
+        cases[stage, how, when, backend] = functools.partial(
+            train, stage, build=TOY, compiled=compiled, when=when, root=True
+        )
     return cases
 
 

@@ -168,10 +168,12 @@ def test_stages_agree_bit_for_bit(at: int, name: str, stage: int) -> None:
             assert differing(ours[what], first[what]) == []
 
 
+# Not T5: the gradients of the encoder's output are added in another order, under plain torch too.
+RECOMPUTED = [name for name in TASKS if "checkpoints" in name and not name.startswith("t5")]
+
+
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in TASKS if "checkpoints" in n]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in RECOMPUTED])
 def test_recomputed_layers_change_no_bit(name: str, stage: int) -> None:
     plain = name.split(",")[0]
     ours, theirs = trained(2, group_of(2, name))[name, stage], trained(2, group_of(2, plain))[plain, stage]
