@@ -227,7 +227,7 @@ def unit(key: Any) -> tuple[list[Result], list[Result]]:
 
 of_units = pytest.mark.parametrize(
     "key",
-    [*QUICK, *(pytest.param(key, marks=pytest.mark.slow) for key in SLOW)],
+    [*QUICK, *(pytest.param(key, marks=pytest.mark.long) for key in SLOW)],
     ids=lambda key: "-".join(map(str, key)),
 )
 
@@ -256,7 +256,7 @@ def test_all_units_share_one_graph() -> None:
         assert deep["graphs"][-1] == shallow["graphs"][-1] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:`torch.jit")  # inductor imports what torch has deprecated
 @pytest.mark.parametrize("stage", STAGES, ids="stage{}".format)
 def test_inductor_agrees(stage: int) -> None:

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 import zerokern
 
 SMALL = zerokern.Buckets(bytes=6000)
-WORLDS = [1, 2, pytest.param(3, marks=pytest.mark.slow)]
+WORLDS = [1, 2, pytest.param(3, marks=pytest.mark.long)]
 Script = Callable[[Run], None]
 SCRIPTS: dict[str, tuple[Script, dict[str, Any]]] = {}
 
@@ -778,7 +778,7 @@ def test_ranks_may_run_blocks_in_any_order(stage: int, seed: int) -> None:
         assert apart(result, expected) == {}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_that_differ_in_stage_3_get_the_right_result_or_an_error() -> None:
     """B3: a wrong result is not among the outcomes, whatever they differ in."""
     firsts = range(0, len(SEEDS), PAIRS)
@@ -851,7 +851,7 @@ def _failing(
         return {**run.result(), **found}
 
 
-FAILING_WORLDS = [1, 2, pytest.param(3, marks=pytest.mark.slow)]
+FAILING_WORLDS = [1, 2, pytest.param(3, marks=pytest.mark.long)]
 at_failing_worlds = pytest.mark.parametrize("at", FAILING_WORLDS, ids="world{}".format)
 of_places = pytest.mark.parametrize("place", faults.PLACES)
 
@@ -928,7 +928,7 @@ def failed_otherwise() -> ranks.Cases:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("way", "stage", "place"), OTHERWISE)
 def test_training_goes_on_after_an_exception_in_any_way(way: str, stage: int, place: str) -> None:
     """B29. What was updated in backward before the exception stays so, as it would in torch."""

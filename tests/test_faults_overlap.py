@@ -219,7 +219,7 @@ def test_a_bad_wire_changes_no_bit(at: int, name: str, stage: int, way: str) -> 
     _assert_same(played(at), name, stage, way)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("at", "name", "stage", "way"), [(at, *run) for at in MORE_RUNS for run in MORE_RUNS[at]])
 def test_a_bad_wire_changes_no_bit_of_any_script(at: int, name: str, stage: int, way: str) -> None:
     _assert_same(all_played(at), name, stage, way)

@@ -171,7 +171,7 @@ def live(names: tuple[str, ...]) -> ranks.Cases:
 
 
 @in_modes
-@pytest.mark.parametrize("name", [*SOME, *(pytest.param(name, marks=pytest.mark.slow) for name in REST)])
+@pytest.mark.parametrize("name", [*SOME, *(pytest.param(name, marks=pytest.mark.long) for name in REST)])
 def test_trains_as_fsdp2_does(name: str, stage: int) -> None:
     """Losses, norms and parameters agree on every rank."""
     cases = live(SOME if name in SOME else REST)

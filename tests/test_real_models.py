@@ -141,9 +141,9 @@ def group_of(at: int, name: str) -> tuple[str, ...]:
 def every_model() -> Iterator[Any]:
     """Yield (world, name) as parameters."""
     for name in TASKS:
-        yield pytest.param(2, name, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
+        yield pytest.param(2, name, id=name, marks=[pytest.mark.long] if name in SLOW else [])
     for at, name in sorted(OTHER_WORLDS):
-        yield pytest.param(at, name, id=f"{name}, world {at}", marks=pytest.mark.slow)
+        yield pytest.param(at, name, id=f"{name}, world {at}", marks=pytest.mark.long)
 
 
 each_model = pytest.mark.parametrize(("at", "name"), list(every_model()))
@@ -173,7 +173,7 @@ RECOMPUTED = [name for name in TASKS if "checkpoints" in name and not name.start
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in RECOMPUTED])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] if n in SLOW else []) for n in RECOMPUTED])
 def test_recomputed_layers_change_no_bit(name: str, stage: int) -> None:
     plain = name.split(",")[0]
     ours, theirs = trained(2, group_of(2, name))[name, stage], trained(2, group_of(2, plain))[plain, stage]
@@ -501,7 +501,7 @@ def run_example(script: str, *arguments: str, nproc: int = 2) -> list[float]:
     return [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step")]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("script", EXAMPLES)
 def test_examples_learn_and_every_stage_prints_the_same(script: str, tmp_path: Path) -> None:
     options = [*EXAMPLES[script], *(["--out", str(tmp_path / "adapter")] if script == "lora.py" else [])]

@@ -66,7 +66,7 @@ def lived(key: Key, stage: int) -> list[tuple[soak.Life, soak.Memory]]:
 
 in_worlds = pytest.mark.parametrize(
     "key",
-    [SHORT, *(pytest.param(key, marks=pytest.mark.slow) for key in LONG)],
+    [SHORT, *(pytest.param(key, marks=pytest.mark.long) for key in LONG)],
     ids=lambda key: f"world{key[0]}-{key[1]} steps",
 )
 in_stages = pytest.mark.parametrize("stage", STAGES, ids="stage{}".format)
@@ -109,7 +109,7 @@ def test_an_abandoned_step_leaves_no_memory_but_local_gradients(key: Key, stage:
             assert {role: value for role, value in roles.items() if role != "gradients"} == wanted
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @in_stages
 def test_processes_do_not_grow(stage: int) -> None:
     """Resident memory over the last 1,500 steps of 2,000."""

@@ -45,7 +45,7 @@ class Adam(ShardedOptimizer):
         buckets: sizes, overlap, units.
         max_grad_norm: clip the total gradient norm at every step; costs no pass of its own.
         init: gives a model that was built on the meta device its values, and needs `model`; in stage 3 one unit at a
-            time. A function of a module, called for each that owns parameters or buffers; or a mapping from names to
+            time. A function of a module, called for each, children first; or a mapping from names to
             tensors, or an open safetensors file. Default: each module's reset_parameters().
 
     Raises:

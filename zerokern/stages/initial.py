@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ class Initial:
         self.model, self.init, self.device = model, init, device
         self._made: set[int] = set()
         self._initialised: set[int] = set()
+        self._visited: set[str] = set()
+        """Modules all of whose parameters were made."""
         self._names: set[str] = set()
         """What a mapping has."""
         if init is None:
@@ -54,6 +56,13 @@ class Initial:
             for name, tensor in self.model.state_dict(keep_vars=True).items()
             if name not in there and id(tensor) not in tied
         ]
+        for name, module in self.model.named_modules():
+            lost = [key for key in _meta_buffers(module) if key in module._non_persistent_buffers_set]
+            if lost:
+                raise ValueError(
+                    f"buffer {name}.{lost[0]} is not persistent, so no checkpoint has it, and is on the meta device: "
+                    "make that module on the device, or pass a function as init="
+                )
         if missing:
             raise ValueError(f"init has no tensor {missing[0]!r}, which the model needs ({len(missing)} are missing)")
 
@@ -69,10 +78,10 @@ class Initial:
             memory = torch.empty_like(param, device=self.device)
             swap_tensors(param, nn.Parameter(memory, requires_grad=param.requires_grad))
             self._made.add(id(param))
-        wanted = {id(param) for param in fresh}
-        for name, module in self.model.named_modules():
-            own = {id(p) for p in module.parameters(recurse=False)}
-            if own <= self._made and (own & wanted or (not own and _meta_buffers(module))):
+        # Children first, as libraries do it: a container may change what its children have made.
+        for name, module in _children_first(self.model):
+            if name not in self._visited and all(id(p) in self._made or not p.is_meta for p in module.parameters()):
+                self._visited.add(name)
                 self._initialise(name, module)
 
     def _initialise(self, name: str, module: nn.Module) -> None:
@@ -82,7 +91,8 @@ class Initial:
         if params and all(id(param) in self._initialised for param in params.values()):
             return  # tied: another module has done it
         if self.init is None:
-            module.reset_parameters()  # type: ignore[operator]
+            if params or _owns_buffers(module):
+                module.reset_parameters()  # type: ignore[operator]
         elif callable(self.init):
             self.init(module)
         else:
@@ -100,6 +110,16 @@ class Initial:
         if value.shape != like.shape:
             raise ValueError(f"init has {name!r} of shape {tuple(value.shape)}; the model needs {tuple(like.shape)}")
         return value
+
+
+def _children_first(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    for key, child in module.named_children():
+        yield from _children_first(child, f"{name}.{key}" if name else key)
+    yield name, module
+
+
+def _owns_buffers(module: nn.Module) -> bool:
+    return next(module.buffers(recurse=False), None) is not None
 
 
 def _meta_buffers(module: nn.Module) -> dict[str, Tensor]:

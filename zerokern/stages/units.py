@@ -188,6 +188,11 @@ class Unit:
         self.calls_pending -= first
         self._visits += first
 
+    @property
+    def visited(self) -> bool:
+        """Whether this backward pass has come to a call of the module before."""
+        return self._visits > 0
+
     def leave(self) -> None:
         """Backward has come to another unit."""
         self.left_behind = self.calls_pending <= 0 and self._visits >= self._expected_visits

@@ -146,7 +146,7 @@ class Zero3(Zero2):
         if outputs and unit is not None and not (in_backward and unit is self._entered):
             unit.calls_pending += 1
         come = GradientHook(self, Zero3._before_backward, name)
-        for tensor in outputs:
+        for tensor in (*outputs, *_bases(outputs, args)):
             tensor.register_hook(come)
         # A forward inside backward is a checkpoint's recomputation: its own backward follows at once.
         if not in_backward:
@@ -161,9 +161,13 @@ class Zero3(Zero2):
     def _before_backward(self, name: str, first: bool) -> None:
         self.comm.phase = "backward"
         self.rounds.enter_pass()
-        unit = self.units.get(name)
+        unit, late = self.units.get(name), False
         if unit is not None:
-            unit.gather()
+            # A gradient of an output that was handed on as it came in may follow when the unit is done on some ranks,
+            # and not on those that left parameters of it unused: nobody gathers again.
+            late = not first and unit.visited
+            if not (late and unit.backward_done()):
+                unit.gather()
             unit.visit(first=first)
             # All ranks come to the units in one order, while which gradients arrive may differ. So this is where
             # reductions are launched, lest they cross with gathers.
@@ -171,8 +175,9 @@ class Zero3(Zero2):
                 self._entered.leave()
             self._entered = unit
             self.rounds.launch_ready()
-        course = self._course
-        self._prefetch(course.backward_begins() if name == ROOT else course.backward(name, first=first))
+        if not late:
+            course = self._course
+            self._prefetch(course.backward_begins() if name == ROOT else course.backward(name, first=first))
 
     def _input_done(self, name: str, first: bool) -> None:
         self.units[name].inputs_pending -= 1
@@ -282,3 +287,13 @@ class Zero3(Zero2):
         for unit in self.units.values():
             unit.gather()
         self.whole = True
+
+
+def _bases(outputs: Sequence[Tensor], args: Any) -> list[Tensor]:
+    """Return what the outputs are views of. A view that is changed in place leaves its node in the graph, and a hook
+    with it: autograd then has the base changed instead, whose node stays. What came in by the arguments is not ours.
+    """
+    inputs = [t for t in tree_flatten(args)[0] if isinstance(t, Tensor)]
+    known = {id(t) for t in (*inputs, *(t._base for t in inputs))}
+    bases = {id(t._base): t._base for t in outputs if t._base is not None and t._base.requires_grad}
+    return [base for key, base in bases.items() if key not in known]
