@@ -669,6 +669,7 @@ def test_a_bucket_is_updated_while_the_one_before_it_is_gathered(at: int, stage:
         assert min(waits) > max(updates)
 
 
+@pytest.mark.long  # a clock: the order of issue and completion is tested above
 @in_stages
 def test_an_iteration_takes_less_than_its_parts(stage: int) -> None:
     """A17: at most 0.7 of what computing and sending take one after the other."""
