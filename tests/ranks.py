@@ -13,12 +13,19 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 TIMEOUT_S = 20
 """A collective that takes longer fails the rank: a hang is an error, not a wait."""
 JOIN_S = 240
+
+
+def worlds(*usual: int, rarely: int) -> list[Any]:
+    """Return sizes of the world as parameters. A group of ranks is what costs time: one size is for long runs only."""
+    params = [pytest.param(size, id=f"world{size}") for size in usual]
+    return [*params, pytest.param(rarely, id=f"world{rarely}", marks=pytest.mark.long)]
 
 
 class RankError(AssertionError):

@@ -55,6 +55,11 @@ TELLS: dict[str, Use] = {
     "grad": lambda model, p: p.grad is None,
     "freezing": lambda model, p: p.requires_grad_(False).requires_grad_(True) is p,
     "a hook": lambda model, p: p.register_hook(lambda grad: None).remove() is None,
+    "tensors like it": lambda model, p: (
+        torch.equal(torch.ones_like(p), torch.ones(33, 17))
+        and torch.zeros_like(p).is_contiguous()
+        and type(p.new_zeros(3)) is Tensor
+    ),
 }
 
 

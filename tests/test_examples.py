@@ -68,6 +68,7 @@ def test_table_and_plot_are_written(job: tuple[str, Path]) -> None:
         assert (out / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 def test_job_runs_under_torchrun_in_bf16(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", *JOB[2:]]
     done = _run("--steps", "2", "--stages", "3", "--dtype", "bf16", "--out", str(tmp_path), launcher=torchrun)

@@ -37,9 +37,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import zerokern
 from zerokern import GradScaler, Precision
 
-WORLDS = (1, 2, 3)
 CASES: dict[str, Callable[[int], Any]] = {}
-at_worlds = pytest.mark.parametrize("at", WORLDS, ids="world{}".format)
+at_worlds = pytest.mark.parametrize("at", ranks.worlds(1, 3, rarely=2))
 in_stages = pytest.mark.parametrize("stage", STAGES, ids="stage{}".format)
 
 

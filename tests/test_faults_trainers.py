@@ -26,8 +26,7 @@ from torch.optim import lr_scheduler
 import zerokern
 from zerokern import GradScaler, Precision
 
-WORLDS = (1, 2, 3)
-at_worlds = pytest.mark.parametrize("at", WORLDS, ids="world{}".format)
+at_worlds = pytest.mark.parametrize("at", ranks.worlds(1, 2, rarely=3))
 in_stages = pytest.mark.parametrize("stage", STAGES, ids="stage{}".format)
 
 

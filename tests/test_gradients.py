@@ -641,7 +641,6 @@ def groups_inside_one_bucket(run: Run) -> None:
 
 # ---------------------------------------------------------------------- the tests
 
-WORLDS = (1, 2, 3)
 SMALL = zerokern.Buckets(bytes=6000)
 
 
@@ -660,7 +659,7 @@ def reference(name: str, world: int) -> dict[str, Any]:
     return play(name, None, world)
 
 
-@pytest.fixture(scope="module", params=WORLDS, ids="world{}".format)
+@pytest.fixture(scope="module", params=ranks.worlds(1, 3, rarely=2))
 def played(request: pytest.FixtureRequest) -> tuple[int, ranks.Cases]:
     """All scripts in all stages, on one group of ranks."""
     world = request.param

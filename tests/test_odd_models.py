@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import zerokern
 
-WORLDS = (1, 2, 4)
 Trained = dict[str, Any]
 MODELS: dict[str, Callable[[], nn.Module]] = {}
 
@@ -276,7 +275,7 @@ def trained(at: int) -> ranks.Cases:
     return ranks.run_cases(at, {(n, s): functools.partial(train, n, s) for n in MODELS for s in STAGES})
 
 
-at_worlds = pytest.mark.parametrize("at", WORLDS, ids="world{}".format)
+at_worlds = pytest.mark.parametrize("at", ranks.worlds(1, 2, rarely=4))
 in_stages = pytest.mark.parametrize("stage", STAGES, ids="stage{}".format)
 of_models = pytest.mark.parametrize("name", MODELS)
 

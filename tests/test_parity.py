@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 import zerokern
 
-WORLDS = (2, 3, 4)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 # ---------------------------------------------------------------------- exact sums: any world equals a world of one
@@ -129,7 +128,7 @@ def trained(world: int) -> ranks.Cases:
     return ranks.run_cases(world, cases)
 
 
-at_worlds = pytest.mark.parametrize("at", WORLDS, ids="world{}".format)
+at_worlds = pytest.mark.parametrize("at", ranks.worlds(2, 3, rarely=4))
 
 
 @functools.cache

@@ -90,7 +90,7 @@ def in_a_world(world: int) -> ranks.Cases:
 
 
 @each_case
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", ranks.worlds(2, rarely=3))
 def test_neither_world_nor_stage_nor_bucket_changes_a_bit(case: tuple[str, ...], world: int) -> None:
     """Rows 34 and 35, fifth opening: stochastic rounding and 8-bit blocks do not see how a parameter is cut."""
     alone = run(case[0], case[1:], 1, 4000)  # type: ignore[arg-type]

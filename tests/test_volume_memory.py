@@ -16,7 +16,6 @@ from torch import nn
 
 import zerokern
 
-WORLDS = (2, 3, 4)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ACCUMULATED = 8
 SMALL = zerokern.Buckets(bytes=40_000)
@@ -90,7 +89,7 @@ def trained(at: int) -> ranks.Cases:
     return ranks.run_cases(at, CASES)
 
 
-at_worlds = pytest.mark.parametrize("at", WORLDS, ids="world{}".format)
+at_worlds = pytest.mark.parametrize("at", ranks.worlds(2, 4, rarely=3))
 in_stages = pytest.mark.parametrize("stage", STAGES, ids="stage{}".format)
 
 

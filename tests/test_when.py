@@ -18,7 +18,6 @@ from torch import nn
 import zerokern
 from zerokern import Buckets
 
-WORLDS = (1, 2, 3)
 IN_BACKWARD = [
     *("zero_grad_sets_to_none", "zero_grad_in_place", "zeroed_after_the_step", "model_zero_grad"),
     *("no_sync_but_for_the_last", "used_only_under_no_sync", "no_sync_around_all_backwards"),
@@ -36,6 +35,9 @@ WAYS = {
     "both": Buckets(bytes=6000, update_in_backward=True, gather_in_forward=True),
 }
 
+STAGES_OF = {"in forward": (1,), "both": (2,)}
+"""Gathers of stages 1 and 2 are the same code."""
+
 
 def play(name: str, stage: int, world: int, way: str) -> dict[str, Any]:
     """Run one script."""
@@ -51,7 +53,7 @@ def scripts(way: str) -> list[str]:
     return IN_BACKWARD if way in ("in backward", "both") else list(SCRIPTS)
 
 
-@pytest.fixture(scope="module", params=WORLDS, ids="world{}".format)
+@pytest.fixture(scope="module", params=ranks.worlds(1, 2, rarely=3))
 def played(request: pytest.FixtureRequest) -> ranks.Cases:
     """Every script in every stage and way, on one group of ranks."""
     cases = {
@@ -59,7 +61,7 @@ def played(request: pytest.FixtureRequest) -> ranks.Cases:
         for stage in STAGES
         for way in WAYS
         for name in scripts(way)
-        if way in ("default", "in backward") or stage != 3
+        if stage in STAGES_OF.get(way, STAGES)
     }
     return ranks.run_cases(request.param, cases)
 
@@ -70,8 +72,7 @@ def played(request: pytest.FixtureRequest) -> ranks.Cases:
         (name, stage, way)
         for way in ("in backward", "in forward", "both")
         for name in scripts(way)
-        for stage in STAGES
-        if way == "in backward" or stage != 3
+        for stage in STAGES_OF.get(way, STAGES)
     ],
 )
 def test_same_bits(played: ranks.Cases, name: str, stage: int, way: str) -> None:

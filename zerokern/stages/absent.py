@@ -23,6 +23,8 @@ TELLING = frozenset(
         *("nelement", "ndimension", "numel", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_"),
         *("_is_view", "_is_zerotensor", "is_conj", "is_inference", "is_neg"),  # torch.compile asks
         *("retain_grad", "size", "storage_offset", "stride", "type", "untyped_storage"),
+        *("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like"),
+        *("new_empty", "new_full", "new_ones", "new_zeros"),
     }
 )
 """Functions of a tensor that do not read its values."""
