@@ -158,7 +158,7 @@ def _live_bytes() -> int:
         if local.device.type == "meta":
             continue
         storage = local.untyped_storage()
-        if storage.nbytes():
+        if storage.nbytes() and storage.resizable():  # else it borrows another's memory
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 

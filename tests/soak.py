@@ -221,7 +221,7 @@ class Memory:
     peak: list[int] = field(default_factory=list)
     """Largest scratch memory so far."""
     tensors: list[int] = field(default_factory=list)
-    """Tensors that Python knows of."""
+    """Tensors that Python knows of after an update and zero_grad. An abandoned step may leave local gradients."""
     resident: list[int] = field(default_factory=list)
     """Bytes of the process."""
 
@@ -236,11 +236,13 @@ def live(stage: int, steps: Sequence[Step], checkpoints: Sequence[int], probe_ev
         optimizer = sharded(model, stage, groups_of(model))
         optimizer._coordinator().scratch.poison = True
         for number, step in enumerate(steps):
+            updates = len(memory.roles)
             _live_step(model, optimizer, step, number, life, memory)
             memory.peak.append(optimizer._coordinator().scratch.peak_bytes)
             optimizer.comm_log(clear=True)  # the log itself grows up to 65,536 entries
             if number % probe_every == 0:
-                memory.tensors.append(_tensors() - sum(map(len, life.whole.values())))
+                if len(memory.roles) > updates:
+                    memory.tensors.append(_tensors() - sum(map(len, life.whole.values())))
                 memory.resident.append(_resident_bytes())
             if number + 1 in checkpoints:
                 life.whole[number + 1] = {**whole(model, optimizer), **state_of(model, optimizer)}

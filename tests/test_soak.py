@@ -94,8 +94,8 @@ def test_memory_is_flat(key: Key, stage: int) -> None:
         assert all(roles == memory.roles[0] for roles in memory.roles)
         assert not any(memory.after_faults)
         assert memory.peak[-1] == memory.peak[quarter]
-        tensors = memory.tensors[len(memory.tensors) // 4 :]
-        assert max(tensors) <= max(memory.tensors[: len(memory.tensors) // 4])
+        assert len(memory.tensors) > key[1] // 20
+        assert len(set(memory.tensors)) == 1
         assert memory.roles[0]["buffers"] == 0
 
 

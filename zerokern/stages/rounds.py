@@ -52,7 +52,6 @@ class Rounds:
         self.on_reduced: Callable[[GradientBucket], None] = lambda bucket: None
         """Called when a bucket was reduced for the last time before its update, in launch order."""
         self.on_backward_end: Callable[[], None] = lambda: None
-        self.on_abort: Callable[[], None] = lambda: None
         self.backwards = 0
         """Backward passes outside no_sync since the last step."""
         self.foreseen: int | None = 1
@@ -155,7 +154,6 @@ class Rounds:
                 bucket.drop_carry()
                 bucket.spend()
                 bucket.sealed = False
-        self.on_abort()
         self.on_backward_end()
 
     def _abort_quietly(self) -> None:

@@ -102,7 +102,7 @@ class Zero1:
         )  # fmt: skip
         if self.update_in_backward:
             self.rounds.on_reduced = self._update_one
-            self.rounds.on_abort = self._end_arriving
+            self.rounds.on_backward_end = self._end_arriving  # whoever reads parameters next, step() or another
         self.joined: Join | None = None
         """Inside of `join`."""
         self.groups: Sequence[MutableMapping[str, Any]] = ()
