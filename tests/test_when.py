@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -136,6 +137,30 @@ def refused(stage: int) -> dict[str, str]:
     loss(3).backward()
     optimizer.step()
     return said
+
+
+def dropped(stage: int, way: str) -> list[str]:
+    """Drop an optimizer while its gathers are under way, twice; return how the parameters differ from those of a run
+    that kept it until they were there."""
+    kept = []
+    for keep in (False, True, False):
+        model = models.toy()
+        optimizer = sharded(model, stage, lr=1e-2, buckets=WAYS[way])
+        models.loss_of(model, *models.batch(0)).backward()
+        optimizer.step()
+        if keep:
+            whole(model, optimizer)
+        del optimizer
+        gc.collect()
+        kept.append({name: param.detach().clone() for name, param in model.named_parameters()})
+    return [*differing(kept[0], kept[1]), *differing(kept[2], kept[1])]
+
+
+@pytest.mark.parametrize("stage", (1, 2), ids="stage{}".format)
+@pytest.mark.parametrize("way", ("in forward", "both"))
+def test_gathers_under_way_arrive_when_the_optimizer_is_dropped(stage: int, way: str) -> None:
+    """The model stays whole, and the next optimizer finds the group at rest."""
+    assert ranks.run(2, dropped, stage, way) == [[], []]
 
 
 def not_finite(stage: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 
 from torch import nn
 
@@ -43,6 +44,11 @@ class Arriving:
 
                 self._absences[index] = Absence(parameters.params, bring)
         self._index_of = {id(param): index for index, known in self._buckets.items() for param in known.params}
+
+    def __del__(self) -> None:
+        # Whoever drops the optimizer keeps the model; and transfers that nobody waits for would block the group.
+        with suppress(RuntimeError):
+            self.wait_all()
 
     def start(self, parameters: ParameterBucket, work: Work) -> None:
         """Take note of a gather that was launched."""
