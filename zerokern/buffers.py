@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from . import ops
 from .config import Precision
 from .layout import Bucket
+from .pretend import address, announce_scratch, is_fake, is_rehearsed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class Scratch:
         """Fill with NaN on the way out and back, to make every use of stale memory visible (tests)."""
         self.live_bytes = 0
         self.peak_bytes = 0
-        if device.type == "cpu":
+        if device.type == "cpu" and not is_rehearsed():
             # glibc maps a block afresh, page fault by page fault, unless a larger one was freed before; its limit is
             # 32 MiB.
             torch.empty(31 * 2**20, dtype=torch.uint8)
@@ -85,6 +86,7 @@ class Scratch:
     def _count(self, change: int) -> None:
         self.live_bytes += change
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        announce_scratch(change)
 
 
 def dense_stride(param: Tensor) -> tuple[int, ...]:
@@ -104,6 +106,8 @@ def storages_of(views: Sequence[Tensor]) -> list[Tensor]:
     """
 
     def own(view: Tensor) -> Tensor:
+        if is_fake(view):
+            return view
         try:
             return torch.utils.dlpack.from_dlpack(view)
         except BufferError:  # a dtype that DLPack does not know
@@ -248,7 +252,7 @@ class ParameterBucket:
             RuntimeError: names the parameter and the remedy.
         """
         for slot, param, view in zip(self.bucket.slots, self.params, views or self.views, strict=True):
-            if param.data_ptr() != view.data_ptr() or param.dtype != view.dtype:
+            if address(param) != address(view) or param.dtype != view.dtype:
                 raise RuntimeError(
                     f"parameter {name_of[slot.param]!r} no longer lives in the optimizer's flat buffer: it "
                     "was moved, cast or its .data was replaced. Move and cast the model before the optimizer is built, "

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import layout, ops
 from .comm import Comm
 from .config import Buckets, Precision
+from .pretend import address
 from .rules import UpdateRule, is_nonzero
 from .stages.initial import Initial
 from .stages.units import ROOT, unit_modules, unit_of_params
@@ -77,7 +78,7 @@ def checked_groups(params: Iterable[Any]) -> list[Any]:
     if not groups:
         raise ValueError("the parameter list is empty; pass model.parameters()")
     seen: dict[int, str] = {}
-    memory: dict[int, str] = {}
+    memory: dict[tuple[int, int], str] = {}
     devices: dict[torch.device, str] = {}
     for index, item in enumerate(groups):
         for position, entry in enumerate(item["params"] if isinstance(item, Mapping) else [item]):
@@ -89,9 +90,9 @@ def checked_groups(params: Iterable[Any]) -> list[Any]:
             seen[id(param)] = name
             _check_param(name, param)
             devices.setdefault(param.device, name)
-            if param.numel() and not param.is_meta and memory.setdefault(param.data_ptr(), name) != name:
+            if param.numel() and not param.is_meta and memory.setdefault(address(param), name) != name:
                 raise ValueError(
-                    f"{name} shares memory with {memory[param.data_ptr()]}; "
+                    f"{name} shares memory with {memory[address(param)]}; "
                     "tie them by using one Parameter object in both places"
                 )
     if not seen:

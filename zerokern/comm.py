@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .pretend import Transfer
+
 LOG_LENGTH = 65_536
 """Records kept; older ones are dropped."""
 
@@ -141,6 +143,8 @@ class Comm:
         if self.rank < 0:
             raise ValueError("this process is not a member of process_group; build the optimizer on its members only")
         self.native_gather = group is not None and dist.get_backend(group) == "nccl"
+        self.pretends = group is not None and dist.get_backend(group) == "fake"
+        """Nothing is sent, and nothing that ranks could differ in is compared."""
         self.phase = "init"
         self.listener: Callable[[str, int], None] | None = None
         """Inside of `join`: is told what this rank is about to do."""
@@ -163,8 +167,10 @@ class Comm:
         if self.world == 1:
             return Work()
         self._record("reduce_scatter", unit, buffer, buffer.numel() // self.world * (self.world - 1))
-        chunks = buffer.view(self.world, -1)
         name = f"reduce_scatter of {unit!r}"
+        if self.pretends:
+            return self._pretend(name, (buffer, received))
+        chunks = buffer.view(self.world, -1)
         transfers = [(chunks[r], row, r) for r, row in zip(self._others, received, strict=True)]
         return Work(name, self._point_to_point(name, transfers), (buffer, received), self.waits)
 
@@ -179,6 +185,8 @@ class Comm:
             return Work()
         self._record("all_gather", unit, buffer, buffer.numel() // self.world * (self.world - 1))
         name = f"all_gather of {unit!r}"
+        if self.pretends:
+            return self._pretend(name, (buffer,))
         chunks = buffer.view(self.world, -1)
         own = chunks[self.rank]
         if self.native_gather:
@@ -194,6 +202,9 @@ class Comm:
         if self.world > 1:
             self._record("all_gather_words", "", gathered, words.numel() * (self.world - 1))
             name = "all_gather of the step's norm and used bits"
+            if self.pretends:
+                self._pretend(name, (gathered,)).wait()
+                return gathered
             transfers = [(gathered[self.rank], gathered[r], r) for r in self._others]
             Work(name, self._point_to_point(name, transfers), (gathered,), self.waits).wait()
         return gathered
@@ -209,8 +220,9 @@ class Comm:
             self.listener(event, index)
 
     def end_construction(self) -> None:
-        """What was sent until now is of no step."""
+        """What was sent until now is of no step, and what comes next is of a backward, or says so."""
         self.sent, self.waits = 0, Waits()
+        self.phase = "backward"
 
     def end_step(self) -> None:
         """Start counting bytes and waits anew, and keep those of the step that ends."""
@@ -228,7 +240,7 @@ class Comm:
             return
         words = torch.frombuffer(bytearray(fingerprint), dtype=torch.int64).to(device)
         gathered = self.all_gather_words(words)
-        if (gathered != gathered[0]).any():
+        if not self.pretends and (gathered != gathered[0]).any():
             described: list[list[str]] = [[] for _ in range(self.world)]
             dist.all_gather_object(described, list(lines), group=self.group)
             raise ValueError(_first_difference(described))
@@ -244,6 +256,10 @@ class Comm:
         operations = [dist.P2POp(dist.isend, send, peer, self.group, tag) for send, _, peer in peers]
         operations += [dist.P2POp(dist.irecv, receive, peer, self.group, tag) for _, receive, peer in peers]
         return dist.batch_isend_irecv(operations) if operations else []
+
+    def _pretend(self, name: str, buffers: Sequence[Tensor]) -> Work:
+        call = self.log[-1]
+        return Work(name, [Transfer(call.op, self.world, call.bytes)], buffers, self.waits)  # type: ignore[list-item]
 
     def _record(self, op: str, unit: str, buffer: Tensor, sent: int) -> None:
         dtype = str(buffer.dtype).removeprefix("torch.")

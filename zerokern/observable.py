@@ -129,8 +129,8 @@ class ObservableOptimizer(StatefulOptimizer):
 
 def _bytes_of(tensors: Sequence[Tensor | None]) -> int:
     """Return the bytes of distinct storages."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
-    return sum(storages.values())
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def _find_gradient(zero: Zero1, param: nn.Parameter) -> tuple[GradientBucket, int, Piece] | None:

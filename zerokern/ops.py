@@ -12,7 +12,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import config
+from . import config, pretend
 from .kernels import codecs, native, reference, storage
 from .kernels.arguments import BLOCK, HYPER, PARTIAL, TABLE, Moment, RowMap, Rule, Shard, check_states
 
@@ -199,7 +199,7 @@ def store_state_(shard: Shard, name: str, values: Tensor) -> None:
 
 def refresh_master_(shard: Shard) -> None:
     """Let master weights follow parameters that somebody else wrote, and keep the low bits of those nobody did."""
-    for _, part in _parts(shard):
+    for _, part in () if pretend.is_fake(shard.param) else _parts(shard):
         storage.refresh_master(part)
 
 
@@ -239,6 +239,8 @@ def cast_(out: Tensor, source: Tensor, *, backend: config.Backend | None = None)
 
 def _implementation(tensor: Tensor, name: str, backend: config.Backend | None) -> ModuleType:
     """Return the module whose functions will run: a Triton kernel's launcher or the reference."""
+    if pretend.is_fake(tensor):
+        return pretend
     choice = backend or config.backend()
     if choice == "auto":
         choice = "triton" if tensor.is_cuda else "native"

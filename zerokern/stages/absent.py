@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..pretend import address, is_fake
+
 TELLING = frozenset(
     {
         *("__get__", "__hash__", "__len__", "__repr__", "__str__", "data_ptr", "detach_", "dim", "element_size"),
@@ -72,7 +74,8 @@ class ReducedGradient(Tensor):
     def of(cls, param: Tensor, name: str) -> ReducedGradient:
         """Return one for a parameter. Each has storage of its own, since views share a version counter."""
         value = torch.full((), math.nan, dtype=param.dtype, device=param.device)
-        gradient: ReducedGradient = value.expand(param.shape).as_subclass(cls)
+        whole: Any = value.expand(param.shape)
+        gradient: ReducedGradient = whole if is_fake(whole) else whole.as_subclass(cls)
         gradient.of_param = name
         return gradient
 
@@ -173,7 +176,7 @@ class Absence:
     def holds(self, index: int) -> bool:
         """Return whether a parameter still has what `begin` left in it."""
         with torch._C.DisableTorchFunctionSubclass():
-            return self.params[index].data_ptr() == self._nothing[index].data_ptr()
+            return address(self.params[index]) == address(self._nothing[index])
 
 
 def _nothing(param: nn.Parameter) -> Tensor:

@@ -138,6 +138,8 @@ def make_equal(members: Mapping[str, Sequence[nn.Parameter]], comm: Comm) -> Non
     with torch.no_grad():
         sums = torch.stack([checksum(p) for chosen in members.values() for p in chosen])
         gathered = comm.all_gather_words(sums)
+        if comm.pretends:
+            return
         for rank, theirs in enumerate(gathered):
             if not torch.equal(theirs, gathered[0]) and torch.equal(theirs.sort().values, gathered[0].sort().values):
                 index = int((theirs != gathered[0]).nonzero()[0])
