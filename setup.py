@@ -3,6 +3,6 @@
 from setuptools import setup
 
 setup(
-    packages=["zerokern", "zerokern.kernels", "zerokern.stages", "zerokern.examples"],
+    packages=["zerokern", "zerokern.kernels", "zerokern.stages", "zerokern.plan", "zerokern.examples"],
     package_dir={"zerokern.kernels": "kernels"},
 )

@@ -1,0 +1,7 @@
+"""`python -m zerokern` is the command `zerokern`."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

@@ -1,0 +1,201 @@
+"""A rank of a world that is not there: fake tensors, a fake process group, and a record of what would be done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from .. import pretend
+from .ledger import Ledger
+
+
+@dataclass
+class Work:
+    """Operations of autograd, or a kernel of ours, between two collectives."""
+
+    phase: str
+    flops: int = 0
+    bytes: int = 0
+    """Read and written by element-wise operations, if nothing stays in a cache. Matrix products are bound by FLOPs."""
+    operations: int = 0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A collective starts."""
+
+    number: int
+    op: str
+    group: int
+    """Ranks."""
+    sent: int
+    """Bytes that this rank sends."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The rank waits for a collective."""
+
+    number: int
+
+
+@dataclass
+class Trace:
+    """What a rank does, in order."""
+
+    events: list[Work | Launch | Wait] = field(default_factory=list)
+
+    def work(self, phase: str) -> Work:
+        """Return the work under way, a new one where a collective came between."""
+        last = self.events[-1] if self.events else None
+        if not isinstance(last, Work) or last.phase != phase:
+            last = Work(phase)
+            self.events.append(last)
+        return last
+
+    def flops(self) -> int:
+        """Return the floating-point operations of all work; a multiplication and an addition are two."""
+        return sum(event.flops for event in self.events if isinstance(event, Work))
+
+
+EXCEPTIONS = frozenset({"any", "isnan", "isinf"})
+"""Operations whose answer is no, where values are not known."""
+
+
+class Rehearsal:
+    """Inside of it this process is one rank of a world of any size, tensors are fake, and everything is recorded.
+
+    Only one at a time, and not beside a real process group: zerokern and the user's code find the fake one as the
+    default group.
+    """
+
+    def __init__(self, world: int, rank: int = 0) -> None:
+        """Prepare.
+
+        Args:
+            world: ranks.
+            rank: which one this is.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        if not 0 <= rank < world:
+            raise ValueError(f"rank {rank} of a world of {world}: it must be from 0 to {world - 1}")
+        self.world, self.rank = world, rank
+        self.trace = Trace()
+        self.ledger = Ledger(self._on_operation)
+        self._launched = 0
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Rehearsal:
+        if dist.is_initialized():
+            raise RuntimeError(
+                "a process group is initialised, and a dry run brings its own; run it in a process of its own, or call "
+                "torch.distributed.destroy_process_group() first"
+            )
+        dist.init_process_group("fake", store=FakeStore(), rank=self.rank, world_size=self.world)
+        self._stack.callback(dist.destroy_process_group)
+        self._stack.enter_context(mock.patch("torch.utils.swap_tensors", _swap))
+        self._stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        self._stack.enter_context(_Values())  # type: ignore[no-untyped-call]
+        self._stack.enter_context(self.ledger)
+        self._stack.enter_context(pretend.listening(self))
+        for hook in (
+            register_optimizer_step_pre_hook(lambda *_: self._begin("step")),
+            register_optimizer_step_post_hook(lambda *_: self._begin("forward")),
+        ):
+            self._stack.callback(hook.remove)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    def _begin(self, phase: str) -> None:
+        self.ledger.outside = phase
+
+    def record(self) -> Trace:
+        """Return what was done since the last call."""
+        done, self.trace = self.trace, Trace()
+        return done
+
+    # ------------------------------------------------------------------ what is recorded
+
+    def _on_operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        if func.is_view or "empty" in func._opname:
+            return
+        work = self.trace.work(self.ledger.phase)
+        work.operations += 1
+        count: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            work.flops += count(*args, **kwargs, out_val=out)
+        else:
+            work.bytes += sum(t.nbytes for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor))
+
+    def on_kernel(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """Record a kernel of ours."""
+        work = self.trace.work(self.ledger.phase)
+        work.operations += 1
+        work.bytes += sum(tensor.nbytes for tensor in tensors)
+
+    def on_launch(self, op: str, group: int, sent: int) -> int:
+        """Record the start of a collective."""
+        self._launched += 1
+        self.trace.events.append(Launch(self._launched, op, group, sent))
+        return self._launched
+
+    def on_wait(self, transfer: int) -> None:
+        """Record a wait."""
+        self.trace.events.append(Wait(transfer))
+
+    def on_scratch(self, change: int) -> None:
+        """Record scratch memory."""
+        self.ledger.scratch += change
+
+
+def _swap(param: Tensor, applied: Tensor) -> None:
+    """Do for `model.bfloat16()` what torch's own does, and refuses for fake parameters."""
+    param.data = applied.data
+
+
+class _Values(TorchDispatchMode):
+    """Answers for values that nobody has computed: numbers are 1, conditions hold, but nothing is an exception to them
+    (`any`, `isnan`, `isinf`), and tensors are equal.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            out = func(*args, **(kwargs or {}))
+        except DataDependentOutputException:
+            if func is torch.ops.aten.equal.default:
+                return True
+            if func is torch.ops.aten._local_scalar_dense.default:
+                dtype = args[0].dtype
+                if dtype == torch.bool:
+                    return not _is_exception(args[0])
+                return 1.0 if dtype.is_floating_point else 1
+            raise
+        except DynamicOutputShapeException as error:
+            raise ValueError(
+                f"the size of what {func} returns depends on values, and a rehearsal has none (mixtures of experts do "
+                "so); give every expert the same share of tokens there, by a mask or a fixed capacity"
+            ) from error
+        if func._opname in EXCEPTIONS or (func._opname == "logical_not" and not _is_exception(args[0])):
+            out.is_exception = True
+        return out
+
+
+def _is_exception(condition: Tensor) -> bool:
+    return getattr(condition, "is_exception", False)
