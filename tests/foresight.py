@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from oracle import sharded
-from torch import nn
 
 from zerokern import Buckets, Precision
 from zerokern.examples.gpt import GPT, Shape
@@ -20,7 +20,6 @@ from zerokern.plan.ledger import Ledger
 from zerokern.plan.rehearsal import Rehearsal
 
 STEPS = 2
-SHAPE = Shape(layers=2, width=72, heads=3, context=32)
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,8 @@ class Case:
     checkpointing: bool = False
     clips: bool = False
     frozen: bool = False
+    mesh: tuple[int, ...] = ()
+    """Sizes of a mesh, over the last dimension of which is sharded."""
 
     def __str__(self) -> str:
         parts = [f"stage{self.stage}", f"world{self.world}", str(self.dtype).removeprefix("torch.")]
@@ -45,7 +46,8 @@ class Case:
         parts += [f"{self.accumulate}x{'no_sync' if self.no_sync else ''}"]
         timing = ("overlap", "update_in_backward", "gather_in_forward")
         parts += [name for name in timing if getattr(self.buckets, name)]
-        return "-".join([*parts, *(name for name in ("checkpointing", "clips", "frozen") if getattr(self, name))])
+        parts += [name for name in ("checkpointing", "clips", "frozen") if getattr(self, name)]
+        return "-".join([*parts, *(f"mesh{'x'.join(map(str, self.mesh))}" for _ in self.mesh[:1])])
 
 
 def cases(world: int) -> list[Case]:
@@ -74,27 +76,37 @@ def cases(world: int) -> list[Case]:
             )
         ]  # fmt: skip
         found += [replace(plain, clips=True), replace(plain, frozen=True), replace(plain, frozen=True, accumulate=2)]
+    if world == 4:
+        found += [Case(world, stage, mesh=mesh) for stage in (1, 2, 3) for mesh in ((2, 2), (4, 1), (1, 4), (4,))]
     return found
+
+
+def model(layers: int = 2) -> GPT:
+    """Return a small GPT, the same on all ranks."""
+    torch.manual_seed(0)
+    return GPT(Shape(layers=layers, width=72, heads=3, context=32))
 
 
 def train(case: Case, ledger: Ledger) -> dict[str, Any]:
     """Train a few steps; return what must be the same in earnest and in rehearsal."""
-    torch.manual_seed(0)
-    model = GPT(SHAPE).to(case.dtype)
+    net = model().to(case.dtype)
     if case.frozen:
-        model.blocks[1].requires_grad_(False)
-        model.byte_embedding.requires_grad_(False)
+        net.blocks[1].requires_grad_(False)
+        net.byte_embedding.requires_grad_(False)
     if case.checkpointing:
-        checkpoint_units(model, case.buckets)
+        checkpoint_units(net, case.buckets)
     options: dict[str, Any] = {"precision": case.precision, "buckets": case.buckets}
+    if case.mesh:
+        names = ("outer", "inner")[-len(case.mesh) :]
+        options["mesh"] = dist.init_device_mesh("cpu", case.mesh, mesh_dim_names=names)["inner"]
     if case.clips:
         options["max_grad_norm"] = 1.0
-    optimizer = sharded(model, case.stage, **options)
+    optimizer = sharded(net, case.stage, **options)
     gc.collect()
     peaks = []
     for _ in range(STEPS):
         ledger.reset_peak()
-        step(case, model, optimizer)
+        step(case, net, optimizer)
         peaks.append(ledger.peak.bytes)
     return {
         "log": optimizer.comm_log(), "memory": optimizer.memory(), "peaks": peaks,
@@ -102,13 +114,13 @@ def train(case: Case, ledger: Ledger) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def step(case: Case, model: nn.Module, optimizer: Any) -> None:
+def step(case: Case, net: GPT, optimizer: Any) -> None:
     """Make a step of as many micro-batches as the case says."""
     optimizer.zero_grad()
     for micro_batch in range(case.accumulate):
         last = micro_batch == case.accumulate - 1
         with optimizer.no_sync() if case.no_sync and not last else nullcontext():
-            model.loss(torch.arange(4 * 33, dtype=torch.int64).view(4, 33)).backward()
+            net.loss(torch.arange(4 * 33, dtype=torch.int64).view(4, 33)).backward()
     optimizer.step()
 
 

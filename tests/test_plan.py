@@ -175,7 +175,7 @@ def test_parameters_without_memory_are_counted_once_each() -> None:
 
 def gradients_of_stage_2() -> tuple[int, int, int]:
     """Return the bytes of gradients after a step, of scratch memory at its peak, and of the largest bucket."""
-    case, model = foresight.Case(2, 2), models.Toy(16)
+    case, model = foresight.Case(2, 2), foresight.model(layers=8)
     optimizer = sharded(model, 2, buckets=case.buckets)
     foresight.step(case, model, optimizer)
     zero = optimizer._coordinator()
@@ -184,7 +184,7 @@ def gradients_of_stage_2() -> tuple[int, int, int]:
 
 def test_stage_2_keeps_no_full_gradient_buffer() -> None:
     """K3: 4/N bytes per parameter and a few buckets, as planned; not 4."""
-    full = 4 * sum(p.numel() for p in models.Toy(16).parameters())
+    full = 4 * sum(p.numel() for p in foresight.model(layers=8).parameters())
     with Rehearsal(2):
         planned = gradients_of_stage_2()
     gradients, peak, largest = planned
@@ -323,7 +323,7 @@ def test_the_ledger_agrees_with_the_allocator() -> None:
 
     def peaks() -> tuple[int, int]:
         with Ledger() as ledger:
-            case, model = foresight.Case(2, 3), models.Toy(24)
+            case, model = foresight.Case(2, 3), foresight.model(layers=8)
             optimizer = sharded(model, 3)
             for _ in range(2):
                 foresight.step(case, model, optimizer)

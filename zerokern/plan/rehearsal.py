@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -12,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.distributed import device_mesh
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -109,6 +111,8 @@ class Rehearsal:
         dist.init_process_group("fake", store=FakeStore(), rank=self.rank, world_size=self.world)
         self._stack.callback(dist.destroy_process_group)
         self._stack.enter_context(mock.patch("torch.utils.swap_tensors", _swap))
+        for owner, name in _MESHES:
+            self._stack.enter_context(mock.patch.object(owner, name, _with_values(getattr(owner, name))))
         self._stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         self._stack.enter_context(_Values())  # type: ignore[no-untyped-call]
         self._stack.enter_context(self.ledger)
@@ -163,6 +167,24 @@ class Rehearsal:
     def on_scratch(self, change: int) -> None:
         """Record scratch memory."""
         self.ledger.scratch += change
+
+
+def _with_values(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs outside of the rehearsal's modes, on tensors that have values."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return run
+
+
+_MESHES = (
+    (device_mesh, "init_device_mesh"), (dist, "init_device_mesh"), (device_mesh.DeviceMesh, "__init__"),
+    (device_mesh.DeviceMesh, "__getitem__"), (device_mesh.DeviceMesh, "_flatten"),
+)  # fmt: skip
+"""What reads the ranks of a mesh from a tensor."""
 
 
 def _swap(param: Tensor, applied: Tensor) -> None:
