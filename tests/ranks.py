@@ -22,10 +22,11 @@ TIMEOUT_S = 20
 JOIN_S = 240
 
 
-def worlds(*usual: int, rarely: int) -> list[Any]:
-    """Return sizes of the world as parameters. A group of ranks is what costs time: one size is for long runs only."""
+def worlds(*usual: int, rarely: int | tuple[int, ...]) -> list[Any]:
+    """Return sizes of the world as parameters. A group of ranks is what costs time: some are for long runs only."""
+    others = (rarely,) if isinstance(rarely, int) else rarely
     params = [pytest.param(size, id=f"world{size}") for size in usual]
-    return [*params, pytest.param(rarely, id=f"world{rarely}", marks=pytest.mark.long)]
+    return [*params, *(pytest.param(size, id=f"world{size}", marks=pytest.mark.long) for size in others)]
 
 
 class RankError(AssertionError):

@@ -19,7 +19,7 @@ each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIP
 
 
 @INTERPRETED
-@pytest.mark.parametrize("kind", ["update", "cast", "pack", "reduce", "scalars"])
+@pytest.mark.parametrize("kind", [pytest.param("update", marks=pytest.mark.long), "cast", "pack", "reduce", "scalars"])
 def test_checks_pass_in_the_interpreter(kind: str) -> None:
     found = [
         (name, check)

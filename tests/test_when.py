@@ -54,7 +54,7 @@ def scripts(way: str) -> list[str]:
     return IN_BACKWARD if way in ("in backward", "both") else list(SCRIPTS)
 
 
-@pytest.fixture(scope="module", params=ranks.worlds(1, 2, rarely=3))
+@pytest.fixture(scope="module", params=ranks.worlds(2, rarely=(1, 3)))
 def played(request: pytest.FixtureRequest) -> ranks.Cases:
     """Every script in every stage and way, on one group of ranks."""
     cases = {
