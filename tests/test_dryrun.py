@@ -186,7 +186,8 @@ def test_70_billion_parameters_on_1024_ranks(tmp_path: Path) -> None:
     with (tmp_path / "found.json").open("w") as out:
         process = subprocess.Popen(command, stdout=out, preexec_fn=lambda: os.sched_setaffinity(0, core))
         _, status, usage = os.wait4(process.pid, 0)
-    assert status == 0
+        process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["params"] == 70_553_706_496
     assert sum(found["persistent_bytes"][0].values()) == pytest.approx(18 * found["params"] / 1024, rel=0.01)
