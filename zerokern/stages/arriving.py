@@ -47,7 +47,7 @@ class Arriving:
 
     def __del__(self) -> None:
         # Whoever drops the optimizer keeps the model; and transfers that nobody waits for would block the group.
-        with suppress(RuntimeError):
+        with suppress(Exception):  # the interpreter may be on its way out
             self.wait_all()
 
     def start(self, parameters: ParameterBucket, work: Work) -> None:
