@@ -24,8 +24,8 @@ def advise(forecasts: Sequence[Forecast], gpu_memory: int, reserve: int) -> Advi
     """Recommend one of the ways, or say what is too large.
 
     Args:
-        forecasts: of the ways that were tried, the plainer before the leaner: by recipe, then without and with
-            checkpointing, then by stage.
+        forecasts: of the ways that were tried, the plainer before the leaner: without checkpointing and with it, then
+            by recipe, then by stage.
         gpu_memory: bytes of a GPU.
         reserve: of these, what the driver, the allocator and NCCL keep.
     """

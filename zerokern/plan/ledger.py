@@ -106,10 +106,6 @@ class Ledger(TorchDispatchMode):
         self.peak, self._noted = Peak(), 0
         self._check_peak("")
 
-    def on_scratch(self, change: int) -> None:
-        """Scratch memory was taken or given back."""
-        self.scratch += change
-
     def _set(self, key: int, size: int) -> None:
         before, maker = self._sizes[key]
         self._sizes[key] = size, maker

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from .machine import Machine
 from .rehearsal import Launch, Trace, Wait, Work
@@ -19,7 +18,6 @@ class Timing:
     """Transfers, end to end."""
     exposed: float = 0.0
     """Of these, what the rank waited for with nothing to compute."""
-    by_phase: Counter[str] = field(default_factory=Counter)
     inside: float = 0.0
     """Bytes that a rank sends inside of its node."""
     across: float = 0.0
@@ -31,8 +29,8 @@ def replay(trace: Trace, machine: Machine, world: int) -> Timing:
 
     A rank computes in order; its collectives take the wire one after the other, beside the computation; a wait lasts
     until the collective is done. Hence the first gather and the last reduction are exposed, and what overlaps is what
-    the coordinator has launched ahead. Where ranks share the cores of a CPU there is no beside
-    within a node: copying is work, too.
+    the coordinator has launched ahead. Where ranks share the cores of a CPU there is no beside within a node:
+    copying is work, too.
 
     Args:
         trace: of one rank, recorded in a world of any size.
@@ -48,7 +46,6 @@ def replay(trace: Trace, machine: Machine, world: int) -> Timing:
             seconds = machine.seconds(event, world)
             now += seconds
             timing.compute += seconds
-            timing.by_phase[event.phase] += seconds  # type: ignore[assignment]
         elif isinstance(event, Launch):
             inside, across = machine.split(event, world)
             timing.inside += inside

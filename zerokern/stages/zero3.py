@@ -29,9 +29,8 @@ from .zero2 import Zero2
 class Zero3(Zero2):
     """A unit is gathered before its forward and before its backward, and released after each.
 
-    The order of the last iteration is a hint for gathering one unit ahead, never a promise: a unit that is needed
-        and not
-    there is gathered on the spot.
+    The order of the last iteration is a hint for gathering one unit ahead, never a promise: a unit that is needed and
+    not there is gathered on the spot.
     """
 
     parameters_sharded = True
