@@ -197,6 +197,32 @@ def test_stage_2_keeps_no_full_gradient_buffer() -> None:
     assert ranks.run(2, gradients_of_stage_2) == [planned, planned]
 
 
+def test_only_what_computes_takes_time() -> None:
+    """Not views, bare memory, or questions about a device; but updates in place do."""
+    with Rehearsal(1) as rehearsal:
+        x = torch.empty(4, 8, device="cuda")
+        assert x.device.type == "cuda" and x.view(32).t().shape == (32,)
+        assert rehearsal.record().events == []
+        x.add_(1.0)
+        x @ x.t()
+        assert rehearsal.record().events == [Work("forward", flops=2 * 4 * 8 * 4, bytes=2 * x.nbytes, operations=2)]
+
+
+def test_a_rehearsal_refuses_to_read_what_is_not_there() -> None:
+    """As the run would, so that a dry run finds scripts that do it."""
+    with Rehearsal(2):
+        model = foresight.model()
+        optimizer = sharded(model, 3)
+        foresight.step(foresight.Case(2, 3), model, optimizer)
+        weight = next(model.parameters())
+        with pytest.raises(RuntimeError, match="is sharded"):
+            weight + 1
+        with pytest.raises(RuntimeError, match=r"clip_grad_norm_"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with optimizer.full_params():
+            assert (weight + 1).shape == weight.shape
+
+
 # ---------------------------------------------------------------------- what it says
 
 

@@ -153,8 +153,9 @@ def _machine(options: argparse.Namespace) -> Machine:
 def _calibrate(path: Path) -> None:
     with _status("training small models on 2 and 3 ranks", quiet=False):
         machine = calibrate()
-    machine.save(path)
-    print(f"{path}: {machine}")
+    if machine is not None:
+        machine.save(path)
+        print(f"{path}: {machine}")
 
 
 # ---------------------------------------------------------------------- dryrun

@@ -1,7 +1,8 @@
-"""Rates of the machine at hand: a few steps of small models on a few ranks, and the rates that explain their times."""
+"""The machine at hand: a few steps of small models on a few ranks, timed, and the rates that explain the times."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import statistics
@@ -19,87 +20,115 @@ from ..optimizer import AdamW
 from .decoder import Decoder
 from .forecast import Setting, Way, forecast
 from .machine import Machine
-from .rehearsal import Launch, Trace, Work
+from .rates import fit
+from .rehearsal import Trace
 from .subject import Subject
 
-STEPS = 12
-"""Measured steps of a job; the median counts."""
-WARMUP = 3
+STEPS = 8
+"""Measured steps of a job in a round."""
+WARMUP = 2
+ROUNDS = 4
 
 
 @dataclass(frozen=True)
 class Job:
-    """A model and a way to train it, in fp32."""
+    """A model and a way to train it."""
 
     layers: int
     width: int
     tokens: int
     stage: int
     bucket: int = Buckets().bytes
+    dtype: torch.dtype = torch.float32
 
-    def build(self) -> tuple[Decoder, Tensor]:
-        """Return the model and a batch."""
-        return Decoder(self.layers, self.width, vocabulary=2048), torch.zeros(1, self.tokens + 1, dtype=torch.int64)
+    def model(self) -> Decoder:
+        """Return the model."""
+        return Decoder(self.layers, self.width, vocabulary=2048).to(self.dtype)
+
+    def text(self) -> Tensor:
+        """Return a batch."""
+        return torch.zeros(1, self.tokens + 1, dtype=torch.int64)
 
     def trace(self, world: int) -> Trace:
         """Return what a step does."""
         subject = Subject(
-            title="", tokens=self.tokens,
-            build=lambda: (self.build()[0], lambda model: model.loss(self.build()[1])),
-        )  # fmt: skip
+            title="", tokens=self.tokens, build=lambda: (self.model(), lambda model: model.loss(self.text()))
+        )
         setting = Setting(world=world, buckets=Buckets(bytes=self.bucket))
         return forecast(subject, Way(stage=self.stage), setting).trace
 
 
 JOBS = [
     Job(2, 256, 128, 1), Job(2, 256, 128, 1, bucket=2**17), Job(8, 128, 64, 3), Job(6, 256, 64, 3),
-    Job(2, 768, 32, 1), Job(2, 768, 32, 3), Job(3, 384, 384, 1), Job(4, 384, 256, 3),
+    Job(2, 768, 32, 1), Job(2, 512, 32, 3), Job(3, 384, 384, 1), Job(4, 384, 256, 3),
 ]  # fmt: skip
-"""Many tokens show the rate of compute, few tokens that of kernels and links, small buckets and units latencies."""
+"""Many tokens show the rate of compute, few tokens that of kernels and links, small buckets and units latencies.
+
+Units stay well below 32 MiB: glibc maps larger blocks afresh every time, page fault by page fault, which a step of a
+larger model on a CPU pays on top of what is predicted.
+"""
+JOBS_OF_GPUS = [
+    Job(layers, width, tokens, stage, bucket, torch.bfloat16)
+    for layers, width, tokens, stage, bucket in (
+        (2, 512, 1024, 1, 2**18), (16, 512, 1024, 3, 2**25), (4, 2048, 256, 1, 2**25), (4, 2048, 256, 3, 2**25),
+        (4, 2048, 4096, 1, 2**25), (4, 2048, 4096, 3, 2**25), (2, 4096, 8192, 1, 2**25), (2, 4096, 8192, 3, 2**25),
+    )
+]  # fmt: skip
+"""What takes a CPU a second is all latency on a GPU."""
 
 
-def measure(world: int, jobs: Sequence[Job], *, rounds: int = 2) -> list[float]:
-    """Return the seconds of a step of each job on so many ranks of this machine: the slowest rank's, the median step.
+def measure(worlds: Sequence[int], jobs: Sequence[Job], *, rounds: int = ROUNDS) -> dict[int, list[float]]:
+    """Return, for each number of ranks of this machine, the seconds of a step of each job.
 
-    Rounds go through all jobs, so that a noisy minute falls on all of them.
+    That is the lower quartile over steps of the slowest rank: what else the machine does makes steps longer, never
+    shorter. Rounds go through all numbers of ranks and all jobs, so that a noisy minute falls on all of them.
     """
     launch = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=world, run_id="zerokern", rdzv_backend="c10d",
+        min_nodes=1, max_nodes=1, nproc_per_node=max(worlds), run_id="zerokern", rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", max_restarts=0,
     )  # fmt: skip
-    seconds: list[float] = elastic_launch(launch, measure_here)(list(jobs), rounds)[0]
+    seconds: dict[int, list[float]] = elastic_launch(launch, measure_here)(list(worlds), list(jobs), rounds)[0]
     return seconds
 
 
-def measure_here(jobs: Sequence[Job], rounds: int) -> list[float]:
-    """Be one of the ranks of `measure`."""
+def measure_here(worlds: Sequence[int], jobs: Sequence[Job], rounds: int = ROUNDS) -> dict[int, list[float]]:
+    """Be one of the ranks that measure; as many were launched as the largest world has, or more."""
     torch.set_num_threads(1)
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.set_device(dist.get_node_local_rank())
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
-        times: list[list[float]] = [[] for _ in jobs]
-        for _ in range(rounds):
-            for job, known in zip(jobs, times, strict=True):
-                known += _steps(job, "cuda" if on_gpu else "cpu")
-        everybody: list[list[list[float]]] = [[] for _ in range(dist.get_world_size())]
+        groups = {world: dist.new_group(list(range(world))) for world in worlds}
+        times: dict[tuple[int, int], list[float]] = {(w, j): [] for w in worlds for j in range(len(jobs))}
+        for _, (world, index) in itertools.product(range(rounds), times):
+            if dist.get_rank() < world:
+                times[world, index] += _steps(jobs[index], device, groups[world])
+            dist.barrier()  # those who do not take part wait without computing
+        everybody: list[dict[tuple[int, int], list[float]]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(everybody, times)
-        return [
-            statistics.median(max(steps) for steps in zip(*of_job, strict=True))
-            for of_job in zip(*everybody, strict=True)
-        ]
+        return {
+            world: [_quartile([of[world, j] for of in everybody[:world]]) for j in range(len(jobs))] for world in worlds
+        }
     finally:
         dist.destroy_process_group()
 
 
-def _steps(job: Job, device: str) -> list[float]:
-    model, text = job.build()
-    model, text = model.to(device), text.to(device)
-    optimizer = AdamW(model.parameters(), lr=1e-3, stage=job.stage, model=model, buckets=Buckets(bytes=job.bucket))
+def _quartile(steps_of_ranks: Sequence[Sequence[float]]) -> float:
+    slowest = [max(steps) for steps in zip(*steps_of_ranks, strict=True)]
+    quartile: float = statistics.quantiles(slowest, n=4)[0]
+    return quartile
+
+
+def _steps(job: Job, device: str, group: dist.ProcessGroup) -> list[float]:
+    model, text = job.model().to(device), job.text().to(device)
+    optimizer = AdamW(
+        model.parameters(), lr=1e-3, stage=job.stage, model=model, buckets=Buckets(bytes=job.bucket),
+        process_group=group,
+    )  # fmt: skip
     times = []
     for _ in range(WARMUP + STEPS):
-        dist.barrier()
+        dist.barrier(group)
         begun = time.perf_counter()
         optimizer.zero_grad()
         model.loss(text).backward()
@@ -110,67 +139,42 @@ def _steps(job: Job, device: str) -> list[float]:
     return times[WARMUP:]
 
 
-def fit(observed: Sequence[tuple[Trace, int, float]], machine: Machine) -> Machine:
-    """Return the machine whose rates explain times best, relative to each.
+def calibrate() -> Machine | None:
+    """Measure this machine, or, launched by torchrun on all of them, the cluster. Takes minutes.
 
-    Args:
-        observed: what was done, on how many ranks, in how many seconds.
-        machine: cores, ranks of a node and name are taken from it.
+    Returns:
+        what was found; under torchrun on rank 0 only.
+
+    Raises:
+        ValueError: there is one rank or GPU, between which nothing can be sent.
     """
-    rows = torch.tensor(
-        [[x / seconds for x in _features(trace, world, machine)] for trace, world, seconds in observed],
-        dtype=torch.float64,
-    )
-    costs = non_negative(rows, torch.ones(len(rows), dtype=torch.float64)).clamp(min=1e-30).tolist()
-    return Machine(
-        compute=1 / costs[0], peak=1 / costs[0], memory=1 / costs[1], per_operation=costs[2], intra=1 / costs[3],
-        inter=1 / costs[3], latency=costs[4], per_node=machine.per_node, native_gather=machine.native_gather,
-        cores=machine.cores, name=machine.name,
-    )  # fmt: skip
-
-
-def _features(trace: Trace, world: int, machine: Machine) -> list[float]:
-    """Return what a step costs, in units of each rate, where ranks share cores and nothing runs beside anything."""
-    work = [event for event in trace.events if isinstance(event, Work)]
-    launches = [event for event in trace.events if isinstance(event, Launch)]
-    crowding = machine.crowding(world)
-    return [
-        crowding * sum(event.flops for event in work),
-        crowding * sum(event.bytes for event in work),
-        crowding * sum(event.operations for event in work),
-        crowding * sum(sum(machine.split(event, world)) for event in launches),
-        len(launches) * machine.hops(world),
-    ]
-
-
-def non_negative(rows: Tensor, values: Tensor) -> Tensor:
-    """Return the least squares solution without negative numbers: what would be negative is left out, worst first."""
-    scale = rows.norm(dim=0).clamp(min=1e-30)
-    kept = list(range(rows.shape[1]))
-    while True:
-        found = torch.linalg.lstsq(rows[:, kept] / scale[kept], values[:, None], driver="gelsd").solution[:, 0]
-        if (found >= 0).all():
-            solution = torch.zeros(rows.shape[1], dtype=rows.dtype)
-            solution[kept] = found / scale[kept]
-            return solution
-        del kept[int(found.argmin())]
-
-
-def calibrate(worlds: Sequence[int] = (2, 3)) -> Machine:
-    """Measure this machine. Takes a minute or two on a CPU."""
     machine = here()
-    observed = []
-    for world in worlds:
-        traces = [job.trace(world) for job in JOBS]
-        observed += list(zip(traces, [world] * len(JOBS), measure(world, JOBS), strict=True))
-    return fit(observed, machine)
+    launched = dist.is_torchelastic_launched()
+    ranks = int(os.environ["WORLD_SIZE"]) if launched else machine.per_node if machine.cores is None else 3
+    if ranks < 2:
+        raise ValueError(
+            f"{ranks} {'rank' if launched else 'GPU'}: links between ranks are measured, so at least two are needed; "
+            "or give --compute, --intra and --inter by hand"
+        )
+    worlds = sorted({2, min(ranks, machine.per_node), ranks})
+    jobs = JOBS_OF_GPUS if machine.cores is None else JOBS
+    measured = measure_here(worlds, jobs) if launched else measure(worlds, jobs)
+    if launched and int(os.environ["RANK"]) > 0:
+        return None
+    return fit([(job.trace(w), w, took) for w in worlds for job, took in zip(jobs, measured[w], strict=True)], machine)
 
 
 def here() -> Machine:
-    """Return what is known of this machine without measuring."""
+    """Return what is known of this machine, and of the others if torchrun launched this process, without measuring."""
+    local, world = (int(os.environ.get(name, 0)) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     if torch.cuda.is_available():
-        return Machine(per_node=torch.cuda.device_count(), name=torch.cuda.get_device_name())
+        return Machine(per_node=local or torch.cuda.device_count(), name=torch.cuda.get_device_name())
     cores = len(os.sched_getaffinity(0))
     return Machine(
-        per_node=2**16, cores=float(cores), native_gather=False, name=f"{cores} cores, {platform.machine()}, gloo"
-    )
+        per_node=local if local < world else ALL, cores=float(cores), native_gather=False,
+        name=f"{cores} cores, {platform.machine()}, gloo",
+    )  # fmt: skip
+
+
+ALL = 2**16
+"""Ranks of a node, where there is only one."""

@@ -30,7 +30,7 @@ class Machine:
     inter: float = 40e9
     """Bytes per second to ranks of other nodes."""
     latency: float = 20e-6
-    """Seconds that a collective takes, however small, and again for each doubling of the ranks."""
+    """Seconds that a collective takes, however small: per doubling of the ranks, or with gloo per other rank."""
     per_node: int = 8
     """Ranks of a node."""
     native_gather: bool = True
@@ -79,10 +79,9 @@ class Machine:
         copying = (inside + across) / self.intra * self.crowding(world) + self.latency * self.hops(world)
         return copying, across / self.inter
 
-    @staticmethod
-    def hops(world: int) -> int:
+    def hops(self, world: int) -> int:
         """Return how many latencies a collective takes."""
-        return max(1, (world - 1).bit_length())
+        return (world - 1).bit_length() if self.native_gather else world - 1
 
     def save(self, path: Path) -> None:
         """Write to a JSON file."""

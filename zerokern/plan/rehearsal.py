@@ -138,7 +138,8 @@ class Rehearsal:
     # ------------------------------------------------------------------ what is recorded
 
     def _on_operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        if func.is_view or "empty" in func._opname:
+        tensors = [value for value in tree_leaves((args, kwargs, out)) if isinstance(value, Tensor)]
+        if not _takes_time(func, out):
             return
         work = self.trace.work(self.ledger.phase)
         work.operations += 1
@@ -146,7 +147,7 @@ class Rehearsal:
         if count is not None:
             work.flops += count(*args, **kwargs, out_val=out)
         else:
-            work.bytes += sum(t.nbytes for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor))
+            work.bytes += sum(tensor.nbytes for tensor in tensors)
 
     def on_kernel(self, name: str, tensors: Sequence[Tensor]) -> None:
         """Record a kernel of ours."""
@@ -167,6 +168,13 @@ class Rehearsal:
     def on_scratch(self, change: int) -> None:
         """Record scratch memory."""
         self.ledger.scratch += change
+
+
+def _takes_time(func: Any, out: Any) -> bool:
+    """Return whether an operation computes: views, bare memory, questions (`device`) and marks of profilers do not."""
+    if func.is_view or func._opname == "_unsafe_view" or "empty" in func._opname:
+        return False
+    return any(isinstance(value, Tensor) for value in tree_leaves(out))
 
 
 def _with_values(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..pretend import address, is_fake
 
@@ -61,23 +62,9 @@ def _name_of(function: Callable[..., Any]) -> str:
     return f".{attribute}" if function.__name__ in ("__get__", "__set__") else function.__name__
 
 
-class ReducedGradient(Tensor):
-    """What p.grad is once it was averaged over the ranks: the parameter's shape, no memory of its own.
-
-    Zeroing it drops the gradient, which is noticed by its version counter. Reading it is an error that names the
-    remedy.
-    """
-
+class _Reduced:
+    __slots__ = ()
     of_param: str
-
-    @classmethod
-    def of(cls, param: Tensor, name: str) -> ReducedGradient:
-        """Return one for a parameter. Each has storage of its own, since views share a version counter."""
-        value = torch.full((), math.nan, dtype=param.dtype, device=param.device)
-        whole: Any = value.expand(param.shape)
-        gradient: ReducedGradient = whole if is_fake(whole) else whole.as_subclass(cls)
-        gradient.of_param = name
-        return gradient
 
     @classmethod
     def __torch_function__(
@@ -99,9 +86,29 @@ class ReducedGradient(Tensor):
             return func(*args, **(kwargs or {}))
 
 
-class AbsentParameter(nn.Parameter):
-    """A parameter that is not here. Whoever reads it is handed to `Absence.read`."""
+class ReducedGradient(_Reduced, Tensor):
+    """What p.grad is once it was averaged over the ranks: the parameter's shape, no memory of its own.
 
+    Zeroing it drops the gradient, which is noticed by its version counter. Reading it is an error that names the
+    remedy.
+    """
+
+    @classmethod
+    def of(cls, param: Tensor, name: str) -> ReducedGradient:
+        """Return one for a parameter. Each has storage of its own, since views share a version counter."""
+        value = torch.full((), math.nan, dtype=param.dtype, device=param.device)
+        gradient: Any = value.expand(param.shape)
+        gradient.__class__ = _ReducedFake if is_fake(gradient) else cls
+        gradient.of_param = name
+        return gradient  # type: ignore[no-any-return]
+
+
+class _ReducedFake(_Reduced, FakeTensor):
+    pass
+
+
+class _Absent:
+    __slots__ = ()
     _absence: weakref.ref[Absence]
 
     @classmethod
@@ -127,7 +134,20 @@ class AbsentParameter(nn.Parameter):
         return self.__reduce_ex__(protocol)
 
 
-def _bring(param: AbsentParameter, reader: str) -> None:
+class AbsentParameter(_Absent, nn.Parameter):
+    """A parameter that is not here. Whoever reads it is handed to `Absence.read`."""
+
+
+class _AbsentFake(_Absent, FakeTensor):
+    pass
+
+
+ABSENT: Mapping[type, type] = {nn.Parameter: AbsentParameter, FakeTensor: _AbsentFake}
+"""What the class of a parameter, or of a fake one, is while it is not here."""
+PRESENT = {absent: present for present, absent in ABSENT.items()}
+
+
+def _bring(param: Any, reader: str) -> None:
     absence = param._absence()
     if absence is None:
         raise RuntimeError(
@@ -154,11 +174,11 @@ class Absence:
     def begin(self) -> None:
         """Let go of the parameters' memory: they keep their shapes and read as NaN where torch is not asked."""
         for param, nothing in zip(self.params, self._nothing, strict=True):
-            if type(param) is AbsentParameter:
+            if type(param) in PRESENT:
                 continue
             param.data = nothing
-            if type(param) is nn.Parameter:
-                param.__class__ = AbsentParameter
+            if type(param) in ABSENT:
+                param.__class__ = ABSENT[type(param)]
                 param._absence = weakref.ref(self)  # type: ignore[attr-defined]
 
     def end(self, values: Sequence[Tensor]) -> None:
@@ -168,9 +188,9 @@ class Absence:
             values: one for each.
         """
         for param, value in zip(self.params, values, strict=True):
-            if type(param) is AbsentParameter:
-                param.__class__ = nn.Parameter  # type: ignore[assignment]
-                del param._absence
+            if type(param) in PRESENT:
+                param.__class__ = PRESENT[type(param)]
+                del param._absence  # type: ignore[attr-defined]
             param.data = value
 
     def holds(self, index: int) -> bool:

@@ -33,7 +33,7 @@ def showing(units: Sequence[Unit], comm: Comm, device: torch.device, name_of: Se
         except Exception as raised:
             error = raised
         words = comm.all_gather_words(torch.tensor([error is not None], dtype=torch.int64, device=device))
-        raised_on = words.flatten().nonzero().flatten().tolist()
+        raised_on = words.flatten().nonzero().flatten().tolist() if words.any() else []
         if not raised_on:
             for unit in units:
                 unit.keep_edits(name_of)
