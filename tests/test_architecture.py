@@ -41,6 +41,7 @@ COMMUNICATORS = {
 ENVIRONMENT_READERS = {
     "zerokern/config.py": "the one place for settings of zerokern",
     "zerokern/plan/script.py": "gives a script what torchrun would",
+    "zerokern/plan/calibration.py": "what torchrun says of ranks and nodes",
     "kernels/launch.py": "TRITON_INTERPRET, which decides at import how kernels are defined",
     "kernels/native.py": "XDG_CACHE_HOME; kernels cannot import config",
 }

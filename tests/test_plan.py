@@ -178,6 +178,15 @@ def test_parameters_without_memory_are_counted_once_each() -> None:
     assert len(list(model.parameters())) == 121
 
 
+def test_padding_is_what_equal_shards_add() -> None:
+    """Without it a rank holds W-ths of parameters, gradients and two moments in fp32: 16 bytes for each parameter."""
+    subject = Subject(title="", tokens=1, build=lambda: (models.Toy(20), None))
+    found = forecast(subject, Way(stage=3), Setting(world=4))
+    held = found.memory.total - found.memory.tables
+    assert 0 < found.padding < held
+    assert held - found.padding == pytest.approx(16 * found.params / 4, abs=1)
+
+
 def gradients_of_stage_2() -> tuple[int, int, int]:
     """Return the bytes of gradients after a step, of scratch memory at its peak, and of the largest bucket."""
     case, model = foresight.Case(2, 2), foresight.model(layers=8)
@@ -254,7 +263,7 @@ def made(
     trace = Trace([Work("forward", flops=flops), Launch(1, "all_gather", world, sent), Wait(1)])
     return Forecast(
         way=Way(stage=stage, recipe=recipe, precision=Precision(), checkpointing=checkpointing),
-        setting=Setting(world=world), params=10**9, others=0,
+        setting=Setting(world=world), params=10**9, padding=0, others=0,
         memory=Memory(parameters=int(state * GIB), gradients=0, master=0, moments=0, buffers=0, tables=0),
         peak=Peak(int(needs * GIB)), largest_unit=int(unit * GIB), calls=(), trace=trace, samples=1,
     )  # fmt: skip

@@ -74,19 +74,19 @@ class Scratch:
         tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
         if self.poison and tensor.is_floating_point():
             tensor.fill_(math.nan)
-        self._count(tensor.nbytes)
+        self._count(tensor.nbytes, gathered=True)
 
     def free_storage(self, tensor: Tensor) -> None:
         """Empty a tensor's storage. The tensor, its views and autograd's saved views of it stay valid objects."""
         if self.poison and tensor.is_floating_point():
             tensor.fill_(math.nan)
-        self._count(-tensor.nbytes)
+        self._count(-tensor.nbytes, gathered=True)
         tensor.untyped_storage().resize_(0)
 
-    def _count(self, change: int) -> None:
+    def _count(self, change: int, *, gathered: bool = False) -> None:
         self.live_bytes += change
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        announce_scratch(change)
+        announce_scratch(change, gathered=gathered)
 
 
 def dense_stride(param: Tensor) -> tuple[int, ...]:

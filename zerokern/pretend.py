@@ -26,8 +26,8 @@ class Listener(Protocol):
     def on_wait(self, transfer: int) -> None:
         """The current stream would wait for a collective."""
 
-    def on_scratch(self, change: int) -> None:
-        """Scratch memory was taken, or given back if negative: bytes. Told in earnest, too."""
+    def on_scratch(self, change: int, *, gathered: bool) -> None:
+        """Scratch memory was taken, or given back if negative: bytes, of gathered units or of buckets."""
 
 
 _listeners: list[Listener] = []
@@ -73,10 +73,10 @@ class Transfer:
         return True
 
 
-def announce_scratch(change: int) -> None:
-    """Tell of scratch memory that was taken, or given back if negative: bytes."""
+def announce_scratch(change: int, *, gathered: bool) -> None:
+    """Tell of scratch memory that was taken, or given back if negative: bytes, of gathered units or of buckets."""
     for listener in _listeners:
-        listener.on_scratch(change)
+        listener.on_scratch(change, gathered=gathered)
 
 
 def _announce(name: str, tensors: Sequence[Tensor | None]) -> None:

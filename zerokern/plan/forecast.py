@@ -69,6 +69,8 @@ class Forecast:
     params: int
     memory: Memory
     """Between steps, as `optimizer.memory()` will say."""
+    padding: int
+    """Of these, what fills shards and blocks up; of all ranks, the mean."""
     others: int
     """Bytes beside that between steps: frozen parameters of stages 1 and 2, the model's own buffers, the batch."""
     peak: Peak | None
@@ -139,7 +141,7 @@ def forecast(subject: Subject, way: Way, setting: Setting) -> Forecast:
                 _step(model, loss, optimizer, setting)
         gc.collect()
         return Forecast(
-            way=way, setting=setting, params=params, memory=optimizer.memory(),
+            way=way, setting=setting, params=params, memory=optimizer.memory(), padding=_padding(optimizer),
             others=rehearsal.ledger.live - optimizer.memory().total,
             peak=rehearsal.ledger.peak if loss is not None else None,
             largest_unit=_largest_unit(optimizer), calls=optimizer.comm_log(), trace=rehearsal.record(),
@@ -170,6 +172,11 @@ def _step(model: nn.Module, loss: Loss, optimizer: AdamW, setting: Setting) -> N
             loss(model).backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def _padding(optimizer: AdamW) -> int:
+    layout, memory = optimizer._coordinator().layout, optimizer.memory()
+    return round((memory.total - memory.tables) * (1 - layout.numel / layout.padded_numel))
 
 
 def _largest_unit(optimizer: AdamW) -> int:

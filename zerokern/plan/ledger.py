@@ -25,8 +25,10 @@ class Peak:
     """The most bytes that were live at once."""
 
     bytes: int = 0
-    buffers: int = 0
-    """Of these, scratch memory of zerokern: gathered units, buckets and chunks under way."""
+    gathered: int = 0
+    """Of these, units whose parameters are whole for a while."""
+    buckets: int = 0
+    """Of these, buckets and chunks of gradients under way."""
     where: str = ""
     """The phase, and the operation that reached it."""
     holders: Mapping[str, int] = field(default_factory=dict)
@@ -46,7 +48,7 @@ class Ledger(TorchDispatchMode):
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
-        self.scratch = 0
+        self.gathered, self.buckets = 0, 0
         """Of these, scratch memory of zerokern."""
         self.peak = Peak()
         self.outside = "forward"
@@ -117,7 +119,7 @@ class Ledger(TorchDispatchMode):
 
     def _check_peak(self, maker: str) -> None:
         if self.live > self.peak.bytes:
-            self.peak = Peak(self.live, self.scratch, maker, self.peak.holders)
+            self.peak = Peak(self.live, self.gathered, self.buckets, maker, self.peak.holders)
             if self.live > self._noted * NOTED:
                 self._noted = self.live
                 self.peak.holders = self.holders()

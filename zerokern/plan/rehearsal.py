@@ -165,9 +165,12 @@ class Rehearsal:
         """Record a wait."""
         self.trace.events.append(Wait(transfer))
 
-    def on_scratch(self, change: int) -> None:
+    def on_scratch(self, change: int, *, gathered: bool) -> None:
         """Record scratch memory."""
-        self.ledger.scratch += change
+        if gathered:
+            self.ledger.gathered += change
+        else:
+            self.ledger.buckets += change
 
 
 def _takes_time(func: Any, out: Any) -> bool:

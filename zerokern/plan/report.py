@@ -13,14 +13,15 @@ from .quantities import gib
 from .script import Outcome
 
 ROLES = ("parameters", "gradients", "master", "moments", "tables")
-COLOURS = ("#4477aa", "#66ccee", "#ccbb44", "#ee6677", "#bbbbbb", "#228833", "#aa3377")
+AT_THE_PEAK = ("gathered units", "buckets", "activations")
+COLOURS = ("#4477aa", "#66ccee", "#ccbb44", "#ee6677", "#bbbbbb", "#228833", "#ddaa33", "#aa3377")
 
 
 def parts_of(forecast: Forecast) -> dict[str, int]:
     """Return the bytes at the peak by role."""
     parts = {role: getattr(forecast.memory, role) for role in ROLES}
     if forecast.peak is not None:
-        parts["buffers"] = forecast.peak.buffers
+        parts["gathered units"], parts["buckets"] = forecast.peak.gathered, forecast.peak.buckets
         parts["activations"] = max(0, forecast.peak.bytes - sum(parts.values()))
     else:
         parts["others"] = forecast.others
@@ -38,8 +39,8 @@ def table(forecasts: Sequence[Forecast], room: int, per: str) -> list[list[str]]
     heading = [
         "",
         *ROLES,
-        "buffers",
-        "activations",
+        "padding in these",
+        *AT_THE_PEAK,
         "peak",
         "fits",
         "sends",
@@ -51,13 +52,13 @@ def table(forecasts: Sequence[Forecast], room: int, per: str) -> list[list[str]]
     rows = [heading]
     for forecast in forecasts:
         parts = parts_of(forecast)
-        cells = [*(gib(parts[role]) for role in ROLES)]
+        cells = [*(gib(parts[role]) for role in ROLES), gib(forecast.padding)]
         if forecast.peak is None:
-            cells += ["?", "?", "?", "perhaps" if forecast.needs <= room else "no"]
+            cells += [*["?"] * (len(AT_THE_PEAK) + 1), "perhaps" if forecast.needs <= room else "no"]
             cells += [f"{sum(forecast.sent().values()) / 1e9:.3g} GB", "?", "?", "?", "?"]
         else:
             timing = forecast.timing()
-            cells += [gib(parts["buffers"]), gib(parts["activations"]), gib(forecast.peak.bytes)]
+            cells += [gib(parts[part]) for part in AT_THE_PEAK] + [gib(forecast.peak.bytes)]
             cells += ["yes" if forecast.needs <= room else "no"]
             cells += [f"{sum(forecast.sent().values()) / 1e9:.3g} GB", f"{timing.across / 1e9:.3g} GB"]
             cells += [f"{timing.step:.3g} s", f"{forecast.throughput():,.0f}", f"{forecast.utilisation():.0%}"]
@@ -84,6 +85,7 @@ def _one(forecast: Forecast, room: int) -> dict[str, Any]:
         "world": forecast.setting.world,
         "params": forecast.params,
         "persistent_bytes": asdict(forecast.memory),
+        "padding_bytes": forecast.padding,
         "other_bytes": forecast.others,
         "peak": None if forecast.peak is None else asdict(forecast.peak),
         "fits": forecast.needs <= room,
@@ -166,7 +168,7 @@ def plot(forecasts: Sequence[Forecast], room: int, path: Path, per: str) -> None
     speed.legend(fontsize="small")
     titles = [forecast.way.title for forecast in forecasts]
     below = [0.0] * len(forecasts)
-    for colour, role in zip(COLOURS, [*ROLES, "buffers", "activations"], strict=True):
+    for colour, role in zip(COLOURS, [*ROLES, *AT_THE_PEAK], strict=True):
         heights = [parts_of(forecast).get(role, 0) / 2**30 for forecast in forecasts]
         memory.bar(titles, heights, bottom=below, label=role, color=colour)
         below = [low + height for low, height in zip(below, heights, strict=True)]
