@@ -15,7 +15,7 @@ import torch
 from oracle import sharded
 from torch._C._profiler import _EventType
 
-from zerokern import Memory, Precision, cli
+from zerokern import Buckets, Memory, Precision, cli
 from zerokern.plan.advice import advise
 from zerokern.plan.forecast import Forecast, Setting, Way, forecast
 from zerokern.plan.ledger import Ledger, Peak
@@ -294,6 +294,13 @@ def test_the_recommendation_has_a_reason(forecasts: list[Forecast], stage: int |
     assert says in advice.reason
 
 
+def test_gathers_in_forward_are_recommended_where_they_help() -> None:
+    slow = made(1, 20, sent=10**12)
+    assert "gather_in_forward=True" in advise([slow], 40 * GIB, 2 * GIB, lambda way: made(1, 20, sent=10**11)).reason
+    assert "gather_in_forward" not in advise([slow], 40 * GIB, 2 * GIB, lambda way: slow).reason
+    assert "gather_in_forward" not in advise([slow], 40 * GIB, 2 * GIB, lambda way: made(1, 39)).reason
+
+
 # ---------------------------------------------------------------------- time
 
 EVEN = Machine(compute=1.0, memory=1.0, per_operation=0.0, intra=1.0, inter=1.0, latency=0.0, per_node=4)
@@ -322,6 +329,25 @@ def test_the_first_gather_and_the_last_reduction_are_exposed() -> None:
     events += [Work("forward", flops=3), launch(9, 2), Wait(9)]
     timing = replay(Trace(events), EVEN, 4)
     assert timing.exposed == 2 + 2 and timing.step == 5 * 3 + 4
+
+
+def test_a_step_waits_for_the_gathers_of_the_one_before() -> None:
+    """Two units; gathers are launched at the end of a step and waited for in the next forward."""
+    unit = Work("forward", flops=3)
+    events = [Wait(1), unit, Wait(2), unit, launch(3, 2), launch(4, 7)]
+    timing = replay(Trace(events), EVEN, 4)
+    assert (timing.exposed, timing.step) == (2 + 4, 2 + 3 + 4 + 3), "the second gather takes until 2 + 7"
+
+
+def test_a_rehearsal_of_gathers_in_forward_takes_them_into_account() -> None:
+    subject = of_count(int(30e6), 4, batch=1, sequence=64, dtype=torch.float32)
+    times = {}
+    for late in (False, True):
+        buckets = Buckets(bytes=2**20, gather_in_forward=late)
+        slow = Machine(intra=1e9, inter=1e9)
+        times[late] = forecast(subject, Way(stage=1), Setting(world=8, machine=slow, buckets=buckets)).timing()
+    assert times[True].wire == pytest.approx(times[False].wire)
+    assert times[False].wire * 0.9 < times[True].step < times[False].step
 
 
 def test_bytes_between_nodes_depend_on_the_algorithm() -> None:

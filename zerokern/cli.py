@@ -122,7 +122,12 @@ def _plan(options: argparse.Namespace) -> None:
                     found.append(forecast(subject, way, setting))
         if found[0].peak is None or any(f.needs <= room for f in found):
             break
-    advice = advise(found, options.gpu_memory, options.reserve)
+
+    def late(way: Way) -> Forecast:
+        with _status("rehearsing gathers in forward", quiet=options.json):
+            return forecast(subject, way, replace(setting, buckets=replace(buckets, gather_in_forward=True)))
+
+    advice = advise(found, options.gpu_memory, options.reserve, late)
     if options.plot:
         report.plot(found, room, options.plot, subject.per)
     if options.json:

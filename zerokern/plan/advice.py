@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .forecast import Forecast, Way
@@ -10,6 +10,8 @@ from .quantities import gib
 
 EXPOSED = 0.1
 """A wire that keeps a rank waiting for more of a step than this is worth a word."""
+WORTH = 0.98
+"""A step that is shorter than this part of another is worth a word."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,9 @@ class Advice:
     reason: str
 
 
-def advise(forecasts: Sequence[Forecast], gpu_memory: int, reserve: int) -> Advice:
+def advise(
+    forecasts: Sequence[Forecast], gpu_memory: int, reserve: int, late: Callable[[Way], Forecast] | None = None
+) -> Advice:
     """Recommend one of the ways, or say what is too large.
 
     Args:
@@ -28,6 +32,7 @@ def advise(forecasts: Sequence[Forecast], gpu_memory: int, reserve: int) -> Advi
             by recipe, then by stage.
         gpu_memory: bytes of a GPU.
         reserve: of these, what the driver, the allocator and NCCL keep.
+        late: forecasts a way with `Buckets(gather_in_forward=True)`, to see whether that hides what is exposed.
     """
     room = gpu_memory - reserve
     chosen = next((f for f in forecasts if f.needs <= room), None)
@@ -44,18 +49,22 @@ def advise(forecasts: Sequence[Forecast], gpu_memory: int, reserve: int) -> Advi
         reasons.append(f"checkpointing saves {gib(saved)} of activations for {extra:.0%} more compute")
     elif chosen.way.recipe != forecasts[0].way.recipe:
         reasons.append(f"with {forecasts[0].way.recipe} state nothing fits")
-    return Advice(chosen.way, "; ".join([*reasons, *_about_the_wire(chosen)]))
+    return Advice(chosen.way, "; ".join([*reasons, *_about_the_wire(chosen, room, late)]))
 
 
 def _alike(a: Forecast, b: Forecast) -> bool:
     return a.way.recipe == b.way.recipe and a.way.checkpointing == b.way.checkpointing
 
 
-def _about_the_wire(chosen: Forecast) -> list[str]:
+def _about_the_wire(chosen: Forecast, room: int, late: Callable[[Way], Forecast] | None) -> list[str]:
     timing, machine = chosen.timing(), chosen.setting.machine
     if chosen.peak is None or timing.exposed < EXPOSED * timing.step:
         return []
     found = [f"the wire keeps ranks waiting for {timing.exposed / timing.step:.0%} of a step"]
+    if late is not None and chosen.way.stage < 3 and (other := late(chosen.way)).needs <= room:
+        step = other.timing().step
+        if step < WORTH * timing.step:
+            found.append(f"Buckets(gather_in_forward=True) makes it {step:.3g} s instead of {timing.step:.3g} s")
     if chosen.way.stage == 3 and chosen.setting.world > machine.per_node:
         found.append(
             f"{gib(timing.across)} a step go between nodes: shards within a node (hybrid sharding, ZeRO++'s hpZ) would "

@@ -156,7 +156,7 @@ def calibrate() -> Machine | None:
             f"{ranks} {'rank' if launched else 'GPU'}: links between ranks are measured, so at least two are needed; "
             "or give --compute, --intra and --inter by hand"
         )
-    worlds = sorted({2, min(ranks, machine.per_node), ranks})
+    worlds = sorted({world for world in (2, machine.per_node, ranks) if 2 <= world <= ranks})
     jobs = JOBS_OF_GPUS if machine.cores is None else JOBS
     measured = measure_here(worlds, jobs) if launched else measure(worlds, jobs)
     if launched and int(os.environ["RANK"]) > 0:
