@@ -12,7 +12,8 @@ import pytest
 import torch
 from nodes import OTHERS
 
-from zerokern.plan.calibration import JOBS, here, measure
+from zerokern.plan import calibration
+from zerokern.plan.calibration import ALL, JOBS, Job, calibrate, here, measure
 from zerokern.plan.machine import Machine
 from zerokern.plan.rates import fit, non_negative
 from zerokern.plan.rehearsal import Launch, Trace, Wait, Work
@@ -68,6 +69,46 @@ def test_a_machine_comes_back_from_its_file(tmp_path: Path) -> None:
     (tmp_path / "machine.json").write_text('{"compute": 1, "speed": 2}')
     with pytest.raises(ValueError, match=r"is no machine file.*--calibrate"):
         Machine.load(tmp_path / "machine.json")
+
+
+@pytest.mark.parametrize(
+    ("local", "ranks", "worlds"), [(0, 0, [2, 3]), (2, 4, [2, 4]), (1, 3, [2, 3]), (3, 3, [2, 3]), (8, 16, [2, 8, 16])]
+)
+def test_it_measures_the_ranks_that_are_there(
+    local: int, ranks: int, worlds: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2 and 3 ranks of this machine; under torchrun 2, those of a node and all, and rank 0 has the result."""
+    jobs = [JOBS[0], JOBS[1], JOBS[3]]
+    asked: list[Sequence[int]] = []
+
+    def measure(worlds: Sequence[int], jobs: Sequence[Job]) -> dict[int, list[float]]:
+        asked.append(worlds)
+        return {world: [0.1] * len(jobs) for world in worlds}
+
+    monkeypatch.setattr(calibration, "JOBS", jobs)
+    monkeypatch.setattr(calibration, "measure_here" if ranks else "measure", measure)
+    if ranks:
+        for name, value in {
+            "TORCHELASTIC_RUN_ID": "1",
+            "RANK": "0",
+            "WORLD_SIZE": ranks,
+            "LOCAL_WORLD_SIZE": local,
+        }.items():
+            monkeypatch.setenv(name, str(value))
+    machine = calibrate()
+    assert asked == [worlds]
+    assert machine is not None and machine.cores is not None
+    assert machine.per_node == (local if local < ranks else ALL)
+    if ranks:
+        monkeypatch.setenv("RANK", "1")
+        assert calibrate() is None
+
+
+def test_one_rank_cannot_be_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(ValueError, match=r"1 rank: .* at least two are needed; or give --compute"):
+        calibrate()
 
 
 @pytest.mark.long
