@@ -78,22 +78,17 @@ def test_it_measures_the_ranks_that_are_there(
     local: int, ranks: int, worlds: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """2 and 3 ranks of this machine; under torchrun 2, those of a node and all, and rank 0 has the result."""
-    jobs = [JOBS[0], JOBS[1], JOBS[3]]
     asked: list[Sequence[int]] = []
 
     def measure(worlds: Sequence[int], jobs: Sequence[Job]) -> dict[int, list[float]]:
         asked.append(worlds)
         return {world: [0.1] * len(jobs) for world in worlds}
 
-    monkeypatch.setattr(calibration, "JOBS", jobs)
+    monkeypatch.setattr(calibration, "JOBS", [JOBS[0]])
     monkeypatch.setattr(calibration, "measure_here" if ranks else "measure", measure)
     if ranks:
-        for name, value in {
-            "TORCHELASTIC_RUN_ID": "1",
-            "RANK": "0",
-            "WORLD_SIZE": ranks,
-            "LOCAL_WORLD_SIZE": local,
-        }.items():
+        launched = {"TORCHELASTIC_RUN_ID": 1, "RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": local}
+        for name, value in launched.items():
             monkeypatch.setenv(name, str(value))
     machine = calibrate()
     assert asked == [worlds]
