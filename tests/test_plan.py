@@ -35,6 +35,11 @@ T5 = {
     "model_type": "t5", "d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 4, "d_kv": 16, "vocab_size": 320,
     "decoder_start_token_id": 0,
 }  # fmt: skip
+MIXTRAL = {
+    "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 320, "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
 VIT = {
     "model_type": "vit", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "image_size": 32, "patch_size": 8,
@@ -98,6 +103,7 @@ def complaint(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
         pytest.param(LLAMA, "tokens", id="llama"),
         pytest.param(T5, "tokens", id="t5", marks=pytest.mark.long),
         pytest.param(VIT, "samples", id="vit"),
+        pytest.param(MIXTRAL, "tokens", id="mixtral"),
     ],
 )
 def test_a_configuration_of_transformers(
@@ -108,6 +114,28 @@ def test_a_configuration_of_transformers(
     found = planned(capfd, str(path), "--gpus", "4", "--sequence", "16", "--recipe", "fp32")
     assert [way["stage"] for way in found["ways"]] == [1, 2, 3] and all(way["fits"] for way in found["ways"])
     assert find(str(path), batch=1, sequence=16, dtype=torch.float32).per == per
+
+
+def test_model_flops_are_those_of_matrix_products_and_attention(tmp_path: Path) -> None:
+    """6 FLOPs per token and parameter that it meets, experts that it does not meet left out; attention on top."""
+    path, tokens, width, layers = tmp_path / "config.json", 16, 64, 3
+    for config, unused in ((LLAMA, 0), (MIXTRAL, layers * 2 * 3 * 64 * 128)):
+        path.write_text(json.dumps(config))
+        with Rehearsal(1) as rehearsal:
+            model, loss = find(str(path), batch=1, sequence=tokens, dtype=torch.bfloat16).build()
+            assert loss is not None
+            rehearsal.record()
+            loss(model).backward()
+            found = rehearsal.record().flops()
+            met = sum(p.numel() for name, p in model.named_parameters() if p.dim() > 1 and "embed" not in name) - unused
+        attention = layers * 2 * tokens * tokens * width * (2 + 5)  # two products forward, five backward
+        assert found == 6 * tokens * met + attention, config["model_type"]
+
+
+def test_a_forward_that_fails_is_a_sentence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))  # torch's grouped products have shapes in bf16 only
+    said = complaint(capfd, str(tmp_path / "config.json"), "--dtype", "fp32", "--sequence", "16")
+    assert said.count("\n") == 1 and "the forward pass fails on tensors without values" in said and "--dtype" in said
 
 
 def test_an_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..buffers import Memory
@@ -169,9 +169,21 @@ def _step(model: nn.Module, loss: Loss, optimizer: AdamW, setting: Setting) -> N
     for micro_batch in range(setting.accumulate):
         last = micro_batch == setting.accumulate - 1
         with nullcontext() if last or not setting.no_sync else optimizer.no_sync():
-            loss(model).backward()
+            _forward(model, loss).backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def _forward(model: nn.Module, loss: Loss) -> Tensor:
+    try:
+        return loss(model)
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"the forward pass fails on tensors without values ({type(error).__name__}: {str(error).splitlines()[0]}); "
+            "another --dtype may help, or a function that returns the model and a loss that does without"
+        ) from error
 
 
 def _padding(optimizer: AdamW) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -73,6 +74,24 @@ class Trace:
         return sum(event.flops for event in self.events if isinstance(event, Work))
 
 
+def _grouped_mm_flop(a: Tensor, b: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> int:
+    """Count the products of experts with their tokens, or of the tokens with their gradients, an equal share each."""
+    flops = 2 * out_val.numel() * a.shape[-1]
+    return flops // out_val.shape[0] if a.dim() == b.dim() == 2 else flops
+
+
+aten = torch.ops.aten
+FLOPS: Mapping[Any, Callable[..., int]] = {
+    **flop_registry,
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        aten._scaled_dot_product_flash_attention_backward
+    ],
+    aten._grouped_mm: _grouped_mm_flop,
+}
+"""Formulas of torch's counter, and of what it leaves out. Attention counts whole, causal or not, as usual."""
+
+LOGGER = logging.getLogger(FakeTensorMode.__module__)
 EXCEPTIONS = frozenset({"any", "isnan", "isinf"})
 """Operations whose answer is no, where values are not known."""
 
@@ -117,6 +136,7 @@ class Rehearsal:
         self._stack.enter_context(_Values())  # type: ignore[no-untyped-call]
         self._stack.enter_context(self.ledger)
         self._stack.enter_context(pretend.listening(self))
+        self._stack.enter_context(mock.patch.object(LOGGER, "disabled", True))  # what it says is in exceptions, too
         for hook in (
             register_optimizer_step_pre_hook(lambda *_: self._begin("step")),
             register_optimizer_step_post_hook(lambda *_: self._begin("forward")),
@@ -143,7 +163,7 @@ class Rehearsal:
             return
         work = self.trace.work(self.ledger.phase)
         work.operations += 1
-        count: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
+        count = FLOPS.get(func._overloadpacket)
         if count is not None:
             work.flops += count(*args, **kwargs, out_val=out)
         else:
