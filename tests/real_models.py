@@ -65,6 +65,11 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 # ---------------------------------------------------------------------- causal language models
 
 
+SMOOTH = "gelu"
+"""Instead of relu: an input of relu that is zero but for rounding has a gradient on one side of zero and none on the
+other, so that two runs whose sums differ in their last bits part, on some CPUs and not on others."""
+
+
 def gpt2() -> nn.Module:
     """Tied embeddings, learnt positions, biases everywhere."""
     config = transformers.GPT2Config(
@@ -109,7 +114,7 @@ def switch() -> nn.Module:
     config = transformers.SwitchTransformersConfig(
         vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=24, num_layers=2, num_decoder_layers=2, num_heads=4,
         num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, num_experts=EXPERTS, router_jitter_noise=0.0,
-        dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0,
+        dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0, dense_act_fn=SMOOTH,
     )  # fmt: skip
     return transformers.SwitchTransformersForConditionalGeneration(config)
 
@@ -118,7 +123,7 @@ def t5() -> nn.Module:
     """One embedding for encoder, decoder and head; the encoder's output enters every block of the decoder."""
     config = transformers.T5Config(
         vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=LAYERS, num_heads=4, dropout_rate=0.0,
-        decoder_start_token_id=0,
+        decoder_start_token_id=0, feed_forward_proj=f"gated-{SMOOTH}",
     )  # fmt: skip
     return transformers.T5ForConditionalGeneration(config)
 
@@ -183,7 +188,12 @@ def resnet_layer(module: nn.Module) -> bool:
 def resnet() -> nn.Module:
     """Convolutions with BatchNorm in stages of layers."""
     config = transformers.ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 12, 16], depths=[2, 2, 2], layer_type="basic", num_labels=4
+        embedding_size=8,
+        hidden_sizes=[8, 12, 16],
+        depths=[2, 2, 2],
+        layer_type="basic",
+        num_labels=4,
+        hidden_act=SMOOTH,
     )
     return transformers.ResNetForImageClassification(config)
 
