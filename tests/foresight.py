@@ -126,7 +126,6 @@ def step(case: Case, net: GPT, optimizer: Any) -> None:
 
 def in_earnest(case: Case) -> dict[str, Any]:
     """Train on this rank of a real group."""
-    gc.freeze()  # what was there before is not collected, which would copy every page of a forked process
     with Ledger() as ledger:
         return train(case, ledger)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing
 import tempfile
@@ -140,6 +141,7 @@ def _collect(pipes: list[Any], processes: list[Any]) -> list[Any]:
 
 def _enter(pipe: Any, folder: str, rank: int, world: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what the parent has made is not looked through again, which would copy every page of it
     try:
         dist.init_process_group(
             "gloo", init_method=(Path(folder) / "rendezvous").as_uri(), rank=rank, world_size=world,

@@ -16,6 +16,7 @@ import ranks
 import torch
 from oracle import STAGES, differing, rank, set_integer_gradients, sharded, state_of, whole
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import zerokern
 from zerokern import ops
@@ -174,6 +175,22 @@ def test_stage3_parameters_must_be_of_the_model() -> None:
         return str(error.value)
 
     assert ranks.run(2, case)[0].startswith("1 parameters")
+
+
+@in_stages
+def test_a_model_in_ddp_is_refused_until_it_is_out(stage: int) -> None:
+    def case() -> None:
+        model = models.toy()
+        wrapped: nn.Module | None = DistributedDataParallel(model)
+        for given in (model, wrapped):
+            with pytest.raises(ValueError, match=r"wrapped in DistributedDataParallel.*ddp\.module"):
+                zerokern.AdamW(model.parameters(), stage=stage, model=given)
+        wrapped = given = None
+        optimizer = zerokern.AdamW(model.parameters(), stage=stage, model=model)
+        model(torch.ones(2, 20, dtype=torch.int64)).sum().backward()
+        optimizer.step()
+
+    ranks.run(2, case)
 
 
 def test_both_group_and_mesh_are_refused() -> None:

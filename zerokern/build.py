@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from . import layout, ops
 from .comm import Comm
@@ -120,6 +122,29 @@ def _check_param(name: str, param: Tensor) -> None:
         raise ValueError(f"{name} is not a leaf of the autograd graph; pass the parameter itself, not a function of it")
 
 
+def check_unwrapped(params: Sequence[Tensor]) -> None:
+    """Refuse parameters of a model that DistributedDataParallel averages, too.
+
+    A parameter does not know who wraps its module, but a class can be asked for its objects, in some 20 ms.
+
+    Raises:
+        ValueError: names the wrapper.
+    """
+    if _wrapped(params):
+        gc.collect()  # a wrapper that nobody holds any more does no harm
+        if _wrapped(params):
+            raise ValueError(
+                "the model is wrapped in DistributedDataParallel, which averages the gradients that zerokern averages; "
+                "leave the wrapper out and call the module itself (ddp.module)"
+            )
+
+
+def _wrapped(params: Sequence[Tensor]) -> bool:
+    ours = set(map(id, params))
+    wrappers = [known for known in gc.get_referrers(DistributedDataParallel) if type(known) is DistributedDataParallel]
+    return any(id(param) in ours for wrapper in wrappers for param in wrapper.parameters())
+
+
 def check_hyper(group: Mapping[str, Any]) -> None:
     """Refuse hyper-parameters that torch refuses, and options that are not available.
 
@@ -208,6 +233,8 @@ def plan(
         f"update rule {rule.kernel} with {list(rule.moments)}, {precision}",
         *(f"group of {s.name!r}: {place_of.get(id(p))}" for s, p in zip(specs, params, strict=True)),
     ]
+    if comm.world > 1:
+        check_unwrapped(params)
     initial = _initial(params, model, init, comm)
     device = params[0].device if initial is None else initial.device
     comm.check_agreement(layout.fingerprint(lines), lines, device)

@@ -180,8 +180,9 @@ def _forward(model: nn.Module, loss: Loss) -> Tensor:
     except ValueError:
         raise
     except Exception as error:
+        said = str(error).partition("\n")[0]
         raise ValueError(
-            f"the forward pass fails on tensors without values ({type(error).__name__}: {str(error).splitlines()[0]}); "
+            f"the forward pass fails on tensors without values ({type(error).__name__}: {said}); "
             "another --dtype may help, or a function that returns the model and a loss that does without"
         ) from error
 

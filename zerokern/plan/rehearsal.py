@@ -158,7 +158,6 @@ class Rehearsal:
     # ------------------------------------------------------------------ what is recorded
 
     def _on_operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        tensors = [value for value in tree_leaves((args, kwargs, out)) if isinstance(value, Tensor)]
         if not _takes_time(func, out):
             return
         work = self.trace.work(self.ledger.phase)
@@ -167,7 +166,7 @@ class Rehearsal:
         if count is not None:
             work.flops += count(*args, **kwargs, out_val=out)
         else:
-            work.bytes += sum(tensor.nbytes for tensor in tensors)
+            work.bytes += sum(t.nbytes for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor))
 
     def on_kernel(self, name: str, tensors: Sequence[Tensor]) -> None:
         """Record a kernel of ours."""
