@@ -122,7 +122,7 @@ def _check_param(name: str, param: Tensor) -> None:
         raise ValueError(f"{name} is not a leaf of the autograd graph; pass the parameter itself, not a function of it")
 
 
-def check_unwrapped(params: Sequence[Tensor]) -> None:
+def _check_unwrapped(params: Sequence[Tensor]) -> None:
     """Refuse parameters of a model that DistributedDataParallel averages, too.
 
     A parameter does not know who wraps its module, but a class can be asked for its objects, in some 20 ms.
@@ -234,7 +234,7 @@ def plan(
         *(f"group of {s.name!r}: {place_of.get(id(p))}" for s, p in zip(specs, params, strict=True)),
     ]
     if comm.world > 1:
-        check_unwrapped(params)
+        _check_unwrapped(params)
     initial = _initial(params, model, init, comm)
     device = params[0].device if initial is None else initial.device
     comm.check_agreement(layout.fingerprint(lines), lines, device)

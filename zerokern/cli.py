@@ -156,7 +156,7 @@ def _machine(options: argparse.Namespace) -> Machine:
 
 
 def _calibrate(path: Path) -> None:
-    with _status("training small models on 2 and 3 ranks", quiet=False):
+    with _status("training small models on a few ranks, for some minutes", quiet=False):
         machine = calibrate()
     if machine is not None:
         machine.save(path)

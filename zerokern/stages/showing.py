@@ -33,6 +33,7 @@ def showing(units: Sequence[Unit], comm: Comm, device: torch.device, name_of: Se
         except Exception as raised:
             error = raised
         words = comm.all_gather_words(torch.tensor([error is not None], dtype=torch.int64, device=device))
+        # any() first: a rehearsal answers it, and cannot know how much nonzero() would return.
         raised_on = words.flatten().nonzero().flatten().tolist() if words.any() else []
         if not raised_on:
             for unit in units:
