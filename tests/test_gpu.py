@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import gpu_worker
@@ -13,6 +14,9 @@ import torch
 from torch import nn
 
 import zerokern
+from zerokern.plan.decoder import Decoder
+from zerokern.plan.forecast import Setting, Way, forecast
+from zerokern.plan.subject import Subject
 
 WORKER = Path(gpu_worker.__file__)
 
@@ -103,3 +107,25 @@ def test_a_captured_step_is_a_step(precision: zerokern.Precision) -> None:
     mine, its = captured[1].full_state_dict()["state"], eager[1].full_state_dict()["state"]
     for index, entry in its.items():
         assert all(torch.equal(mine[index][name], value) for name, value in entry.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_planned_peak_is_the_allocators() -> None:
+    """Within 10 %: of 2 GiB, what libraries take for workspaces and what the allocator rounds up are little."""
+
+    def build() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+        return Decoder(4, 1024).bfloat16(), lambda model: model.loss(torch.zeros(2, 513, dtype=torch.int64))
+
+    planned = forecast(Subject(title="", build=build, tokens=1024), Way(stage=1), Setting(world=1))
+    assert planned.peak is not None and planned.peak.bytes > 2**31
+    model = Decoder(4, 1024).bfloat16().cuda()
+    text = torch.zeros(2, 513, dtype=torch.int64, device="cuda")
+    optimizer = zerokern.AdamW(model.parameters(), lr=1e-3)
+    model.loss(text)  # libraries take their workspaces
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        optimizer.zero_grad()
+        model.loss(text).backward()
+        optimizer.step()
+    assert planned.peak.bytes == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.1)
