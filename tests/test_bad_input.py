@@ -177,11 +177,16 @@ def test_stage3_parameters_must_be_of_the_model() -> None:
     assert ranks.run(2, case)[0].startswith("1 parameters")
 
 
+class Forwarding(DistributedDataParallel):
+    """As many projects have it: a wrapper that shows the module's own attributes."""
+
+
 @in_stages
-def test_a_model_in_ddp_is_refused_until_it_is_out(stage: int) -> None:
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, Forwarding])
+def test_a_model_in_ddp_is_refused_until_it_is_out(stage: int, wrapper: type[nn.Module]) -> None:
     def case() -> None:
         model = models.toy()
-        wrapped: nn.Module | None = DistributedDataParallel(model)
+        wrapped: nn.Module | None = wrapper(model)
         for given in (model, wrapped):
             with pytest.raises(ValueError, match=r"wrapped in DistributedDataParallel.*ddp\.module"):
                 zerokern.AdamW(model.parameters(), stage=stage, model=given)

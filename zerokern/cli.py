@@ -88,7 +88,11 @@ def _add_plan(commands: Any) -> None:
     add("--inter", type=BANDWIDTH, metavar="400Gb/s", help="between nodes, per GPU, one direction")
     add("--compute", type=RATE, metavar="400e12", help="FLOP/s that matrix products reach")
     add("--peak", type=RATE, metavar="989e12", help="FLOP/s that the maker promises, for utilisation")
-    add("--calibrate", action="store_true", help="measure the rates of this machine instead, into --machine")
+    add(
+        "--calibrate",
+        action="store_true",
+        help="measure the rates of this machine, or under torchrun of all, into --machine",
+    )
     add("--machine", type=Path, metavar="FILE", help="rates that --calibrate has written")
     add("--batch", type=COUNT, default=1, help="samples of a rank's micro-batch (default 1)")
     add("--sequence", type=COUNT, default=2048, help="tokens of a sample (default 2048)")

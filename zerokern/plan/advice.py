@@ -64,7 +64,7 @@ def _about_the_wire(chosen: Forecast, room: int, late: Callable[[Way], Forecast]
     if late is not None and chosen.way.stage < 3 and (other := late(chosen.way)).needs <= room:
         step = other.timing().step
         if step < WORTH * timing.step:
-            found.append(f"Buckets(gather_in_forward=True) makes it {step:.3g} s instead of {timing.step:.3g} s")
+            found.append(f"Buckets(gather_in_forward=True) shortens a step from {timing.step:.3g} s to {step:.3g} s")
     if chosen.way.stage == 3 and chosen.setting.world > machine.per_node:
         found.append(
             f"{gib(timing.across)} a step go between nodes: shards within a node (hybrid sharding, ZeRO++'s hpZ) would "
