@@ -184,6 +184,8 @@ def test_a_model_that_cannot_be_planned_is_refused_by_name(
         (["--params", "1000", "--layers", "32"], "parameters are too few for 32 layers"),
         ([*SMALL, "--gpus", "64000000"], "more ranks than elements"),
         ([*SMALL, "--machine", "no such file"], "is no machine file"),
+        (["--calibrate", "--machine", "no such folder/mine.json"], "there is no folder no such folder"),
+        ([*SMALL, "--plot", "no such folder/plan.png"], "there is no folder no such folder"),
     ],
 )
 def test_bad_input_is_refused_by_name(arguments: list[str], says: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -107,6 +107,9 @@ def _add_plan(commands: Any) -> None:
 
 
 def _plan(options: argparse.Namespace) -> None:
+    for path in (options.machine, options.plot):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"{path}: there is no folder {path.parent}; make it first, or name another file")
     if options.calibrate:
         _calibrate(options.machine or Path("machine.json"))
         return
