@@ -1,8 +1,15 @@
-"""The folder kernels/ installs as zerokern.kernels; everything else is in pyproject.toml."""
+"""The folder kernels/ installs as zerokern.kernels; everything else is in
+pyproject.toml."""
 
 from setuptools import setup
 
 setup(
-    packages=["zerokern", "zerokern.kernels", "zerokern.stages", "zerokern.plan", "zerokern.examples"],
+    packages=[
+        "zerokern",
+        "zerokern.kernels",
+        "zerokern.stages",
+        "zerokern.plan",
+        "zerokern.examples",
+    ],
     package_dir={"zerokern.kernels": "kernels"},
 )

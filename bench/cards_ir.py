@@ -1,4 +1,5 @@
-"""What Triton's own dialects say about a kernel: the bytes it moves, and the products that its addresses come of."""
+"""What Triton's own dialects say about a kernel: the bytes it moves, and the products
+that its addresses come of."""
 
 from __future__ import annotations
 
@@ -19,10 +20,14 @@ _ENDS = ("tt.load", "arith.cmpi", "arith.cmpf")
 _PRODUCTS = ("arith.muli", "arith.shli")
 
 
-def streams(ttgir: str, operation: str, tile: int, rows: int, trips: float) -> dict[int, float]:
-    """Count what every element of a tile has its own of: accesses of the whole tile, by bytes per element.
+def streams(
+    ttgir: str, operation: str, tile: int, rows: int, trips: float
+) -> dict[int, float]:
+    """Count what every element of a tile has its own of: accesses of the whole tile, by
+    bytes per element.
 
-    Scales, one byte for each of the tile's `rows` blocks, are in the entry 0, each as its share of a byte per element.
+    Scales, one byte for each of the tile's `rows` blocks, are in the entry 0, each as
+    its share of a byte per element.
 
     Args:
         ttgir: a kernel in Triton's GPU dialect.
@@ -33,7 +38,9 @@ def streams(ttgir: str, operation: str, tile: int, rows: int, trips: float) -> d
     """
     counted: Counter[int] = Counter()
     for line, in_loop in _with_loops(ttgir):
-        found = re.search(rf"{re.escape(operation)} .*: tensor<([\dx]+)x!tt.ptr<(\w+)>", line)
+        found = re.search(
+            rf"{re.escape(operation)} .*: tensor<([\dx]+)x!tt.ptr<(\w+)>", line
+        )
         if not found:
             continue
         numel = 1
@@ -77,7 +84,8 @@ class _Region:
 
 
 class _Graph:
-    """Which values each value is computed from, which are addresses, and which are products."""
+    """Which values each value is computed from, which are addresses, and which are
+    products."""
 
     def __init__(self, ttir: str) -> None:
         self.sources: defaultdict[str, set[str]] = defaultdict(set)
@@ -103,32 +111,39 @@ class _Graph:
             self._flow(used, self._open[-1].passed)
         elif text.endswith("{"):
             self._enter(_Region(operation, results), text, used)
-        elif operation in ("scf.yield", "scf.condition") or operation.endswith(".return"):
+        elif operation in ("scf.yield", "scf.condition") or operation.endswith(
+            ".return"
+        ):
             self._leave(operation, used)
         elif operation not in _ENDS:
             for name in results:
                 self.sources[name].update(used)
         if operation in ("tt.addptr", "tt.int_to_ptr"):
             self.roots.update(used)
-        if operation in _PRODUCTS and re.search(r": (?:tensor<[\dx]*xi32\b|i32\b)", text):
+        if operation in _PRODUCTS and re.search(
+            r": (?:tensor<[\dx]*xi32\b|i32\b)", text
+        ):
             self.products.update((name, f"{name} = {text}") for name in results)
 
     def _enter(self, region: _Region, text: str, used: list[str]) -> None:
         self._open.append(region)
         if region.operation in ("scf.while", "scf.for"):
             pairs = _CARRIED.findall(text)
-            if region.operation == "scf.for":  # the first is the counter: it comes of both bounds and the step
+            # The first is the counter: it comes of both bounds and the step.
+            if region.operation == "scf.for":
                 self.sources[pairs.pop(0)[0]].update(used[1:4])
                 self._flow(region.results, [value for _, value in pairs])
             region.carried = [name for name, _ in pairs]
             self._flow(region.carried, [value for _, value in pairs])
-        elif region.operation != "scf.if":  # tt.reduce and the like: anything may become of anything
+        # Tt.reduce and the like: anything may become of anything.
+        elif region.operation != "scf.if":
             region.passed = used
             for name in region.results:
                 self.sources[name].update(used)
 
     def _leave(self, operation: str, used: list[str]) -> None:
-        """Read the operation that ends a block: what it names becomes the loop's arguments or the results."""
+        """Read the operation that ends a block: what it names becomes the loop's
+        arguments or the results."""
         if not self._open:
             return
         region = self._open[-1]
@@ -141,18 +156,26 @@ class _Graph:
             self._flow(region.results, used)
 
     def _flow(self, names: list[str], values: list[str]) -> None:
-        """Note that each name is the value at its place; where the numbers differ, any of them."""
+        """Note that each name is the value at its place; where the numbers differ, any
+        of them."""
         for index, name in enumerate(names):
-            self.sources[name].update([values[index]] if len(names) == len(values) else values)
+            self.sources[name].update(
+                [values[index]] if len(names) == len(values) else values
+            )
 
 
 def products_in_addresses(ttir: str) -> list[str]:
-    """Return the products (and left shifts) of 32-bit integers that an address comes of: each overflows at 2^31.
+    """Return the products (and left shifts) of 32-bit integers that an address comes
+    of: each overflows at 2^31.
 
-    The graph of values is walked backwards from every address, through loops, up to loads and comparisons.
+    The graph of values is walked backwards from every address, through loops, up to
+    loads and comparisons.
     """
     graph = _Graph(ttir)
-    return [graph.products[name] for name in sorted(_reached(graph.roots, graph.sources) & graph.products.keys())]
+    return [
+        graph.products[name]
+        for name in sorted(_reached(graph.roots, graph.sources) & graph.products.keys())
+    ]
 
 
 def _reached(roots: set[str], sources: dict[str, set[str]]) -> set[str]:

@@ -1,7 +1,8 @@
-"""Every way in which the library launches its kernels, and the fewest bytes that each way must move.
+"""Every way in which the library launches its kernels, and the fewest bytes that each
+way must move.
 
-Update recipes are named "update rule param [+ master] [+ moments], grad dtype[, options]"; without "+ moments" these
-are fp32, or there are none.
+Update recipes are named "update rule param [+ master] [+ moments], grad dtype[,
+options]"; without "+ moments" these are fp32, or there are none.
 """
 
 from __future__ import annotations
@@ -10,19 +11,45 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import triton.language as tl
 
 from zerokern.kernels import cast, pack, reduce, scalars, update
-from zerokern.kernels.arguments import BLOCK, HYPER, PARTIAL, STEP_BITS
+from zerokern.kernels.arguments import (
+    BLOCK,
+    HYPER,
+    MASTERS,
+    MOMENTS,
+    PARTIAL,
+    STEP_BITS,
+)
 from zerokern.kernels.codecs import E3M4, UE3M5
 
 WORLD = 4
 """Ranks for which the bytes and the instructions of the reduction are counted."""
 
-ITEMSIZE = {"fp64": 8, "i64": 8, "fp32": 4, "i32": 4, "bf16": 2, "fp16": 2, "i16": 2, "i8": 1, "u8": 1}
+ITEMSIZE = {
+    "fp64": 8,
+    "i64": 8,
+    "fp32": 4,
+    "i32": 4,
+    "bf16": 2,
+    "fp16": 2,
+    "i16": 2,
+    "i8": 1,
+    "u8": 1,
+}
 TL_DTYPE = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
-MASTER_DTYPE = {"fp32": "fp32", "split32": "i16", "split24": "i8"}
-MOMENT_DTYPE = {"fp32": "fp32", "bf16": "bf16", "8bit": "u8"}
+TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+}
+"""Triton's names of the dtypes that states are stored in."""
+MASTER_DTYPE = {name: TYPES[form.dtype] for name, form in MASTERS.items() if form}
+MOMENT_DTYPE = {name: TYPES[form.dtype] for name, form in MOMENTS.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,26 +67,48 @@ class Recipe:
     sizes: dict[str, float]
     """What the words of the docstring's byte counts stand for."""
     floor: float | None
-    """Bytes per element, read and written, that no kernel for this recipe can do without; added up by hand."""
+    """Bytes per element, read and written, that no kernel for this recipe can do
+    without; added up by hand."""
 
 
 def recipes() -> Iterator[Recipe]:
     """Yield every recipe."""
     yield from _updates()
     for wire, shard, accumulate, floor in (
-        ("fp32", "fp32", False, 20), ("bf16", "fp32", False, 12), ("fp16", "fp32", False, 12),
-        ("bf16", "bf16", False, 10), ("fp32", "fp32", True, 24), ("bf16", "fp32", True, 16), ("bf16", "bf16", True, 12),
-    ):  # fmt: skip
+        ("fp32", "fp32", False, 20),
+        ("bf16", "fp32", False, 12),
+        ("fp16", "fp32", False, 12),
+        ("bf16", "bf16", False, 10),
+        ("fp32", "fp32", True, 24),
+        ("bf16", "fp32", True, 16),
+        ("bf16", "bf16", True, 12),
+    ):
         yield _reduce(wire, shard, accumulate, floor)
     for source, destination, scaled, floor in (
-        ("bf16", "bf16", False, 4), ("fp32", "fp32", False, 8), ("bf16", "fp32", False, 6), ("fp32", "bf16", True, 6),
-    ):  # fmt: skip
+        ("bf16", "bf16", False, 4),
+        ("fp32", "fp32", False, 8),
+        ("bf16", "fp32", False, 6),
+        ("fp32", "bf16", True, 6),
+    ):
         yield _pack(source, destination, scaled, floor)
-    for source, out, floor in (("fp32", "bf16", 6), ("bf16", "fp32", 6), ("fp32", "fp16", 6)):
+    for source, out, floor in (
+        ("fp32", "bf16", 6),
+        ("bf16", "fp32", 6),
+        ("fp32", "fp16", 6),
+    ):
         types = {"out_ptr": f"*{out}", "source_ptr": f"*{source}", "numel": "i32"}
         sizes = {"source": ITEMSIZE[source], "out": ITEMSIZE[out]}
         name = f"cast {source} -> {out}"
-        yield Recipe(name, cast.cast_kernel, types, {"TILE": cast.TILE}, 4, cast.TILE, sizes, floor)
+        yield Recipe(
+            name,
+            cast.cast_kernel,
+            types,
+            {"TILE": cast.TILE},
+            4,
+            cast.TILE,
+            sizes,
+            floor,
+        )
     for rule in ("adam", "lion", "sgd"):
         yield _scalars(rule)
 
@@ -102,18 +151,34 @@ def _update(
     l2: bool = False,
     floor: float,
 ) -> Recipe:
-    """Return a recipe of the update. As in `update.update_`, the parameter stands in for tensors that there are not."""
+    """Return a recipe of the update. As in `update.update_`, the parameter stands in
+    for tensors that there are not."""
     momentum = moments is not None
     first = MOMENT_DTYPE[moments] if moments else param
     second = first if rule == "adam" else param
-    scales = [("exp_avg_scale_ptr", first), ("exp_avg_sq_scale_ptr", second)]
-    dtypes = {"param_ptr": param, "master_ptr": MASTER_DTYPE[master] if master else param}
-    dtypes |= {"exp_avg_ptr": first, "exp_avg_sq_ptr": second, "max_exp_avg_sq_ptr": first if amsgrad else param}
+    scales = [("first_scale_ptr", first), ("second_scale_ptr", second)]
+    dtypes = {
+        "param_ptr": param,
+        "master_ptr": MASTER_DTYPE[master] if master else param,
+    }
+    dtypes |= {
+        "first_ptr": first,
+        "second_ptr": second,
+        "largest_ptr": first if amsgrad else param,
+    }
     dtypes |= {name: "u8" if moment == "u8" else param for name, moment in scales}
-    dtypes |= {"grad_ptr": grad, "table_ptr": "fp32", "keys_ptr": "i64", "block_row_ptr": "i32", "origin_ptr": "i64"}
-    types = {name: f"*{dtype}" for name, dtype in dtypes.items()} | dict.fromkeys(("num_blocks", "num_rows"), "i32")
+    dtypes |= {
+        "grad_ptr": grad,
+        "table_ptr": "fp32",
+        "keys_ptr": "i64",
+        "block_column_ptr": "i32",
+        "origin_ptr": "i64",
+    }
+    types = {name: f"*{dtype}" for name, dtype in dtypes.items()} | dict.fromkeys(
+        ("num_blocks", "num_columns"), "i32"
+    )
     constexprs = {"RULE": rule, "HAS_MOMENTUM": momentum, "AMSGRAD": amsgrad}
-    constexprs |= {"L2": l2, "ROWS": update.ROWS, "BLOCK": BLOCK}
+    constexprs |= {"HAS_L2": l2, "BLOCKS": update.BLOCKS, "BLOCK": BLOCK}
     constexprs |= {"M_MANTISSA": E3M4.mantissa, "M_FLOOR": E3M4.floor}
     constexprs |= {"V_MANTISSA": UE3M5.mantissa, "V_FLOOR": UE3M5.floor}
     kept = ITEMSIZE[MASTER_DTYPE[master]] if master else 0
@@ -123,26 +188,70 @@ def _update(
         "param": ITEMSIZE[param],
         "master": kept,
         "weights": kept if master == "fp32" else ITEMSIZE[param] + kept,
-        "moments": moment * ({"adam": 2, "lion": 1, "sgd": 1}[rule] + amsgrad) if momentum else 0,
+        "moments": (
+            moment * ({"adam": 2, "lion": 1, "sgd": 1}[rule] + amsgrad)
+            if momentum
+            else 0
+        ),
     }
-    parts = [param, *([f"{master} master"] if master else []), *([f"{moments} moments"] if moments != "fp32" else [])]
+    parts = [
+        param,
+        *([f"{master} master"] if master else []),
+        *([f"{moments} moments"] if moments != "fp32" else []),
+    ]
     parts = [part.replace("None", "no") for part in parts]
-    name = f"update {rule} {' + '.join(parts)}, grad {grad}{', amsgrad' if amsgrad else ''}{', l2' if l2 else ''}"
-    return Recipe(name, update.update_kernel, types, constexprs, 4, update.ROWS * BLOCK, sizes, floor)
+    name = (
+        f"update {rule} {' + '.join(parts)}, grad"
+        f" {grad}{', amsgrad' if amsgrad else ''}{', l2' if l2 else ''}"
+    )
+    return Recipe(
+        name,
+        update.update_kernel,
+        types,
+        constexprs,
+        4,
+        update.BLOCKS * BLOCK,
+        sizes,
+        floor,
+    )
 
 
 def _reduce(wire: str, shard: str, accumulate: bool, floor: float) -> Recipe:
-    types = {"shard_ptr": f"*{shard}", "own_ptr": f"*{wire}", "received_ptr": f"*{wire}", "partials_ptr": "*fp64"}
-    types |= dict.fromkeys(("numel", "received_stride", "rank", "num_received"), "i32") | {"scale": "fp32"}
-    constexprs = {"ACCUMULATE": accumulate, "WHOLE_BLOCKS": True, "BLOCK": BLOCK, "PARTIAL": PARTIAL}
+    types = {
+        "shard_ptr": f"*{shard}",
+        "own_ptr": f"*{wire}",
+        "received_ptr": f"*{wire}",
+        "partials_ptr": "*fp64",
+    }
+    types |= dict.fromkeys(
+        ("numel", "received_stride", "rank", "num_received"), "i32"
+    ) | {"scale": "fp32"}
+    constexprs = {
+        "ACCUMULATE": accumulate,
+        "WHOLE_BLOCKS": True,
+        "BLOCK": BLOCK,
+        "PARTIAL": PARTIAL,
+    }
     out = ITEMSIZE[shard]
-    sizes = {"W": WORLD, "wire": ITEMSIZE[wire], "shard": out if accumulate else 0, "out": out}
+    sizes = {
+        "W": WORLD,
+        "wire": ITEMSIZE[wire],
+        "shard": out if accumulate else 0,
+        "out": out,
+    }
     name = f"reduce {wire} -> {shard}{', accumulate' if accumulate else ''}"
-    return Recipe(name, reduce.reduce_kernel, types, constexprs, 8, PARTIAL, sizes, floor)
+    return Recipe(
+        name, reduce.reduce_kernel, types, constexprs, 8, PARTIAL, sizes, floor
+    )
 
 
 def _pack(source: str, destination: str, scaled: bool, floor: float) -> Recipe:
-    constexprs = {"SOURCE": TL_DTYPE[source], "DESTINATION": TL_DTYPE[destination], "SCALED": scaled, "ALIGNED": True}
+    constexprs = {
+        "SOURCE": TL_DTYPE[source],
+        "DESTINATION": TL_DTYPE[destination],
+        "SCALED": scaled,
+        "ALIGNED": True,
+    }
     constexprs |= {"TILE": cast.TILE}
     types = {"table_ptr": "*i64", "num_tensors": "i32", "scale": "fp32"}
     sizes = {"source": ITEMSIZE[source], "destination": ITEMSIZE[destination]}
@@ -151,9 +260,30 @@ def _pack(source: str, destination: str, scaled: bool, floor: float) -> Recipe:
 
 
 def _scalars(rule: str) -> Recipe:
-    pointers = {"table": "fp32", "keys": "i64", "steps": "i64", "report": "fp64", "hyper": "fp64", "group": "i64"}
+    pointers = {
+        "table": "fp32",
+        "keys": "i64",
+        "steps": "i64",
+        "report": "fp64",
+        "hyper": "fp64",
+        "group": "i64",
+    }
     pointers |= {"seeds": "i64", "gathered": "i64", "limits": "fp64"}
     types = {f"{name}_ptr": f"*{dtype}" for name, dtype in pointers.items()}
-    types |= dict.fromkeys(("num_rows", "num_words", "world"), "i32")
-    constexprs = {"RULE": rule, "HYPER": len(HYPER), "BITS": STEP_BITS, "TILE": scalars.TILE}
-    return Recipe(f"scalars {rule}", scalars.scalars_kernel, types, constexprs, 4, scalars.TILE, {}, None)
+    types |= dict.fromkeys(("num_columns", "num_words", "world"), "i32")
+    constexprs = {
+        "RULE": rule,
+        "NUM_HYPER": len(HYPER),
+        "BITS": STEP_BITS,
+        "TILE": scalars.TILE,
+    }
+    return Recipe(
+        f"scalars {rule}",
+        scalars.scalars_kernel,
+        types,
+        constexprs,
+        4,
+        scalars.TILE,
+        {},
+        None,
+    )

@@ -1,4 +1,5 @@
-"""Cards -> Markdown. Nothing is compiled here, so cards of several Tritons can stand side by side."""
+"""Cards -> Markdown. Nothing is compiled here, so cards of several Tritons can stand
+side by side."""
 
 from __future__ import annotations
 
@@ -31,8 +32,12 @@ COLUMNS: dict[str, Callable[[Card], str]] = {
     "spills": lambda card: str(card["spill_bytes"]),
     "FMA": lambda card: str(card["contractions"]),
     "shared": lambda card: str(card["shared_bytes"]),
-    "instructions": lambda card: "" if card["instructions"] is None else f"{card['instructions']:.0f}",
-    "issue bound": lambda card: "" if card["issue_fraction"] is None else f"{card['issue_fraction']:.0%}",
+    "instructions": lambda card: (
+        "" if card["instructions"] is None else f"{card['instructions']:.0f}"
+    ),
+    "issue bound": lambda card: (
+        "" if card["issue_fraction"] is None else f"{card['issue_fraction']:.0%}"
+    ),
     "loads": lambda card: _widths(card["loads"]),
     "stores": lambda card: _widths(card["stores"]),
 }
@@ -46,13 +51,18 @@ def page(runs: Sequence[Sequence[Card]], machines: str) -> str:
         machines: the GPUs that stand for the targets, in words.
     """
     versions = " / ".join(f"Triton {run[0]['triton']}" for run in runs)
-    return HEAD.format(machines=machines, versions=versions) + "\n\n" + tables(runs) + "\n"
+    return (
+        HEAD.format(machines=machines, versions=versions) + "\n\n" + tables(runs) + "\n"
+    )
 
 
 def tables(runs: Sequence[Sequence[Card]]) -> str:
     """Return one table for each target, with a row for each recipe."""
     targets = list(dict.fromkeys(card["target"] for card in runs[0]))
-    return "\n\n".join(f"## {target}\n\n{_table([_of(run, target) for run in runs])}" for target in targets)
+    return "\n\n".join(
+        f"## {target}\n\n{_table([_of(run, target) for run in runs])}"
+        for target in targets
+    )
 
 
 def _of(run: Sequence[Card], target: str) -> dict[str, Card]:
@@ -61,19 +71,37 @@ def _of(run: Sequence[Card], target: str) -> dict[str, Card]:
 
 def _table(runs: Sequence[dict[str, Card]]) -> str:
     # A column that is empty for a whole target says nothing.
-    columns = {name: cell for name, cell in COLUMNS.items() if any(cell(card) for card in runs[0].values())}
-    lines = ["| kernel | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    columns = {
+        name: cell
+        for name, cell in COLUMNS.items()
+        if any(cell(card) for card in runs[0].values())
+    }
+    lines = [
+        "| kernel | " + " | ".join(columns) + " |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
     for recipe in runs[0]:
-        cells = (dict.fromkeys(cell(run[recipe]) for run in runs if recipe in run) for cell in columns.values())
-        lines.append(f"| {recipe} | " + " | ".join(" / ".join(values) for values in cells) + " |")
+        cells = (
+            dict.fromkeys(cell(run[recipe]) for run in runs if recipe in run)
+            for cell in columns.values()
+        )
+        lines.append(
+            f"| {recipe} | " + " | ".join(" / ".join(values) for values in cells) + " |"
+        )
     return "\n".join(lines)
 
 
 def _bytes(card: Card) -> str:
     if card["read_bytes"] is None:
         return ""
-    return f"{card['read_bytes']:.5g} + {card['write_bytes']:.5g} ({card['floor_bytes']:.5g})"
+    return (
+        f"{card['read_bytes']:.5g} + {card['write_bytes']:.5g}"
+        f" ({card['floor_bytes']:.5g})"
+    )
 
 
 def _widths(widths: dict[str, int]) -> str:
-    return ", ".join(f"{n} x {bits}" for bits, n in sorted(widths.items(), key=lambda item: -int(item[0])))
+    return ", ".join(
+        f"{n} x {bits}"
+        for bits, n in sorted(widths.items(), key=lambda item: -int(item[0]))
+    )

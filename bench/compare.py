@@ -1,11 +1,14 @@
 """Train the same GPT under zerokern and under other systems, side by side.
 
-    python -m bench.compare --size 10m,30m --world 2,4 --dtype fp32,bf16 --out bench/results/compare.jsonl
+    python -m bench.compare --size 10m,30m --world 2,4 --dtype fp32,bf16 \\
+        --out bench/results/compare.jsonl
     python -m bench.compare --table bench/results/compare.jsonl --write bench/README.md
 
-Runs are interleaved (A B C, A B C, ...) and ratios are taken inside a round, so that a busy neighbour meets them all.
-Each run is a process group of its own, one thread per rank, and where `unshare -n` is allowed in a network namespace of
-its own: the bytes counted on `lo` are then that run's alone. How each number is measured: `bench/worker.py`.
+Runs are interleaved (A B C, A B C, ...) and ratios are taken inside a round, so that a
+busy neighbour meets them all. Each run is a process group of its own, one thread per
+rank, and where `unshare -n` is allowed in a network namespace of its own: the bytes
+counted on `lo` are then that run's alone. How each number is measured:
+`bench/worker.py`.
 """
 
 from __future__ import annotations
@@ -40,11 +43,16 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     unknown = [peer for peer in options.peers if peer not in PEERS]
     if unknown:
-        print(f"unknown peers: {', '.join(unknown)}; known are {', '.join(PEERS)}", file=sys.stderr)
+        print(
+            f"unknown peers: {', '.join(unknown)}; known are {', '.join(PEERS)}",
+            file=sys.stderr,
+        )
         return 2
     peers = [BASELINE, *(peer for peer in options.peers if peer != BASELINE)]
     rows: list[dict[str, Any]] = []
-    for size, world, dtype in itertools.product(options.size, map(int, options.world), options.dtype):
+    for size, world, dtype in itertools.product(
+        options.size, map(int, options.world), options.dtype
+    ):
         for row in compare(peers, size, world, dtype, options.rounds, options.steps):
             rows.append(row)
             if options.out:
@@ -59,23 +67,52 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     def listed(text: str) -> list[str]:
         return text.split(",")
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=listed, default=["10m", "30m"], help="of the model: tiny, 10m, 30m")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--size",
+        type=listed,
+        default=["10m", "30m"],
+        help="of the model: tiny, 10m, 30m",
+    )
     parser.add_argument("--world", type=listed, default=["2", "4"], help="ranks")
     parser.add_argument("--dtype", type=listed, default=["fp32", "bf16"])
     known = f"of {', '.join(PEERS)}; {BASELINE} always runs"
     parser.add_argument("--peers", type=listed, default=list(PEERS), help=known)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=20, help="measured steps per run, after 4 of warm-up")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=20,
+        help="measured steps per run, after 4 of warm-up",
+    )
     parser.add_argument("--out", type=Path, help="append one JSON row per run")
-    parser.add_argument("--table", type=Path, nargs="+", help="run nothing: print the tables of these files")
-    parser.add_argument("--write", type=Path, help="with --table: put them between the markers of this document")
+    parser.add_argument(
+        "--table",
+        type=Path,
+        nargs="+",
+        help="run nothing: print the tables of these files",
+    )
+    parser.add_argument(
+        "--write",
+        type=Path,
+        help="with --table: put them between the markers of this document",
+    )
     return parser.parse_args(arguments)
 
 
-def compare(peers: list[str], size: str, world: int, dtype: str, rounds: int, steps: int) -> Any:
+def compare(
+    peers: list[str], size: str, world: int, dtype: str, rounds: int, steps: int
+) -> Any:
     """Yield one row per run. A peer that failed is not tried again."""
-    about = {**machine.describe(), "size": size, "world": world, "dtype": dtype, "steps": steps}
+    about = {
+        **machine.describe(),
+        "size": size,
+        "world": world,
+        "dtype": dtype,
+        "steps": steps,
+    }
     alive = list(peers)
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(rounds):
@@ -86,28 +123,58 @@ def compare(peers: list[str], size: str, world: int, dtype: str, rounds: int, st
                 if reason:
                     result = {"skipped": reason}
                 else:
-                    result = launch(peer, size, world, dtype, steps, Path(folder), *first)
+                    result = launch(
+                        peer, size, world, dtype, steps, Path(folder), *first
+                    )
                 if "step_ms" not in result:
                     alive.remove(peer)
-                _tell(f"{size} {dtype} {world} ranks, round {turn + 1}, {peer}", result, time.monotonic() - start)
+                _tell(
+                    f"{size} {dtype} {world} ranks, round {turn + 1}, {peer}",
+                    result,
+                    time.monotonic() - start,
+                )
                 yield {**about, "peer": peer, "round": turn, **result}
 
 
 def _tell(what: str, result: dict[str, Any], seconds: float) -> None:
-    outcome = result.get("skipped") or result.get("error") or f"{result['step_ms']:.0f} ms per step"
+    outcome = (
+        result.get("skipped")
+        or result.get("error")
+        or f"{result['step_ms']:.0f} ms per step"
+    )
     print(f"{what}: {outcome} ({seconds:.0f} s)", file=sys.stderr, flush=True)
 
 
-def launch(peer: str, size: str, world: int, dtype: str, steps: int, folder: Path, *more: str) -> dict[str, Any]:
-    """Run one process group to its end and return what its rank 0 wrote, or an error."""
+def launch(
+    peer: str, size: str, world: int, dtype: str, steps: int, folder: Path, *more: str
+) -> dict[str, Any]:
+    """Run one process group to its end and return what its rank 0 wrote, or an
+    error."""
     result = folder / "result.json"
     result.unlink(missing_ok=True)
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1",
-        f"--nproc-per-node={world}", "-m", "bench.worker", "--peer", peer,
-        "--size", size, "--dtype", dtype, "--steps", str(steps),
-        "--result", str(result), "--reference", str(folder / "reference.pt"), *more,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr=127.0.0.1",
+        f"--nproc-per-node={world}",
+        "-m",
+        "bench.worker",
+        "--peer",
+        peer,
+        "--size",
+        size,
+        "--dtype",
+        dtype,
+        "--steps",
+        str(steps),
+        "--result",
+        str(result),
+        "--reference",
+        str(folder / "reference.pt"),
+        *more,
+    ]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -115,29 +182,56 @@ def launch(peer: str, size: str, world: int, dtype: str, steps: int, folder: Pat
     }
     if _may_unshare():
         environment["BENCH_OWN_NETWORK"] = "1"
-        command = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *command]
+        command = [
+            "unshare",
+            "--net",
+            "sh",
+            "-c",
+            'ip link set lo up && exec "$@"',
+            "sh",
+            *command,
+        ]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            command, cwd=machine.ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
+            command,
+            cwd=machine.ROOT,
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(TIMEOUT_S)
         finally:  # also when we are interrupted ourselves
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGTERM)  # the session we have just started: torchrun ends its ranks
+                # The session we have just started: torchrun ends its ranks.
+                os.killpg(process.pid, signal.SIGTERM)
                 process.wait()
         if result.exists():
             answer: dict[str, Any] = json.loads(result.read_text())
             return answer
         log.seek(0)
-        lines = [line for line in log.read().splitlines() if "Error" in line and "ChildFailed" not in line]
-        return {"error": (lines or [f"no result within {TIMEOUT_S} s, exit code {process.returncode}"])[0][-300:]}
+        lines = [
+            line
+            for line in log.read().splitlines()
+            if "Error" in line and "ChildFailed" not in line
+        ]
+        return {
+            "error": (
+                lines
+                or [f"no result within {TIMEOUT_S} s, exit code {process.returncode}"]
+            )[0][-300:]
+        }
 
 
 def _may_unshare() -> bool:
     try:
-        probe = subprocess.run(["unshare", "--net", "ip", "link", "set", "lo", "up"], capture_output=True, check=False)
+        probe = subprocess.run(
+            ["unshare", "--net", "ip", "link", "set", "lo", "up"],
+            capture_output=True,
+            check=False,
+        )
     except OSError:
         return False
     return probe.returncode == 0

@@ -1,17 +1,21 @@
-"""Everything about the kernels that needs a GPU, in one command: are they right, and how fast.
+"""Everything about the kernels that needs a GPU, in one command: are they right, and
+how fast.
 
-    python -m bench.gpu [--quick] [--sizes 1,16,64,256,1024] [--recipes fp32,split24+8bit] [--out FILE]
+    python -m bench.gpu [--quick] [--sizes 1,16,64,256,1024] [--out FILE]
+        [--recipes fp32,split24+8bit]
 
-First every kernel against its twin in `kernels/reference.py`, bit for bit; replays of a CUDA graph against eager steps;
-and a shard of more than 2^31 elements. Then every recipe at every size (in Mi elements), beside what others offer for
-the same work: CUDA events, a cold L2, and a copy of as many bytes before every repetition.
+First every kernel against its twin in `kernels/reference.py`, bit for bit; replays of a
+CUDA graph against eager steps; and a shard of more than 2^31 elements. Then every
+recipe at every size (in Mi elements), beside what others offer for the same work: CUDA
+events, a cold L2, and a copy of as many bytes before every repetition.
 
-Exits 2 without a CUDA device, 1 if anything is wrong (nothing is timed then), 0 otherwise. Rows are appended to
-bench/results/DEVICE.jsonl as they come.
+Exits 2 without a CUDA device, 1 if anything is wrong (nothing is timed then), 0
+otherwise. Rows are appended to bench/results/DEVICE.jsonl as they come.
 
-Providers of the work "update": "zerokern kernel" is the update alone; "zerokern" is `scalars_` + `update_`, what others
-do in `optimizer.step()`; "zerokern graph" replays that. "step" adds the norm and clipping: for "zerokern" the reduction
-of one rank with its sums of squares, so an AMP pipeline is compared with all that replaces it.
+Providers of the work "update": "zerokern kernel" is the update alone; "zerokern" is
+`scalars_` + `update_`, what others do in `optimizer.step()`; "zerokern graph" replays
+that. "step" adds the norm and clipping: for "zerokern" the reduction of one rank with
+its sums of squares, so an AMP pipeline is compared with all that replaces it.
 """
 
 from __future__ import annotations
@@ -38,37 +42,63 @@ from .shards import Step
 SIZES = "1,16,64,256,1024"
 GRAPH_NUMEL = 2**20 + 64
 SLACK = 1.05
-"""What else a size needs beside the tensors that are counted: partial sums, row map, the L2's flush buffer."""
+"""What else a size needs beside the tensors that are counted: partial sums, row map,
+the L2's flush buffer."""
 
 
 def main() -> int:
     """Run as asked on the command line."""
     options = arguments()
     if not torch.cuda.is_available():
-        print("bench.gpu: torch sees no CUDA device, so there is nothing to check or time here", file=sys.stderr)
+        print(
+            "bench.gpu: torch sees no CUDA device, so there is nothing to check or time"
+            " here",
+            file=sys.stderr,
+        )
         return 2
     if launch.INTERPRETED:
-        print("bench.gpu: TRITON_INTERPRET is set, so kernels would not run on the GPU; unset it", file=sys.stderr)
+        print(
+            "bench.gpu: TRITON_INTERPRET is set, so kernels would not run on the GPU;"
+            " unset it",
+            file=sys.stderr,
+        )
         return 2
     recipes = select(options.recipes)
     wrong = verify(recipes)
     if wrong:
-        print(f"{len(wrong)} checks failed, so nothing was timed:", *wrong, sep="\n  ", file=sys.stderr)
+        print(
+            f"{len(wrong)} checks failed, so nothing was timed:",
+            *wrong,
+            sep="\n  ",
+            file=sys.stderr,
+        )
         return 1
     if not options.quick:
-        out = options.out or machine.ROOT / "bench" / "results" / f"{slug(torch.cuda.get_device_name())}.jsonl"
+        out = (
+            options.out
+            or machine.ROOT
+            / "bench"
+            / "results"
+            / f"{slug(torch.cuda.get_device_name())}.jsonl"
+        )
         time_all(out, recipes, mebi(options.sizes), rounds=options.rounds)
     return 0
 
 
 def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options of a command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="check only, time nothing")
     parser.add_argument("--sizes", default=SIZES, help=f"Mi elements; default {SIZES}")
     parser.add_argument("--recipes", help=f"some of: {', '.join(RECIPES)}")
     parser.add_argument("--rounds", type=int, default=timing.ROUNDS)
-    parser.add_argument("--out", type=Path, help="rows are appended there; default: named after the device")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="rows are appended there; default: named after the device",
+    )
     return parser.parse_args(line)
 
 
@@ -86,7 +116,11 @@ def verify(
     graph_numel: int = GRAPH_NUMEL,
 ) -> list[str]:
     """Run every check; return the names of those that failed."""
-    wrong = [name for name, check in checks.checks(recipes, shards) if not checks.same(name, check, device, backend)]
+    wrong = [
+        name
+        for name, check in checks.checks(recipes, shards)
+        if not checks.same(name, check, device, backend)
+    ]
     for recipe in recipes:
         if not graphs.replay_is_eager(recipe, graph_numel, device, capture, backend):
             wrong.append(f"graph replay, {recipe.name}")
@@ -96,10 +130,17 @@ def verify(
 def _verify_large(device: str) -> list[str]:
     free, needed = free_bytes(device), large.BYTES_PER_ELEMENT * large.NUMEL
     if free < needed:
-        print(f"not checked: {large.NUMEL} elements need {needed / 1e9:.0f} GB and {free / 1e9:.0f} GB are free")
+        print(
+            f"not checked: {large.NUMEL} elements need {needed / 1e9:.0f} GB and"
+            f" {free / 1e9:.0f} GB are free"
+        )
         return []
     found = large.faults(device)
-    print(f"{'DIFFERS  ' if found else 'same bits'}  {large.NUMEL} elements, {large.RECIPE.name}", flush=True)
+    print(
+        f"{'DIFFERS  ' if found else 'same bits'}  {large.NUMEL} elements,"
+        f" {large.RECIPE.name}",
+        flush=True,
+    )
     release(device)
     return found
 
@@ -114,7 +155,8 @@ def time_all(
     capture: graphs.Capture = graphs.cuda_graph,
     backend: config.Backend = "triton",
 ) -> list[dict[str, Any]]:
-    """Time every recipe at every size; append the rows to a file, print them, and return them.
+    """Time every recipe at every size; append the rows to a file, print them, and
+    return them.
 
     A size that does not fit and a provider that cannot run are a line each.
     """
@@ -126,7 +168,9 @@ def time_all(
     with out.open("a") as file:
         for numel in sizes:
             for recipe in recipes:
-                for result in Timer(numel, rounds, clock, capture, backend).everyone(recipe):
+                for result in Timer(numel, rounds, clock, capture, backend).everyone(
+                    recipe
+                ):
                     if isinstance(result, str):
                         absent[result] = None
                         continue
@@ -143,12 +187,18 @@ def time_all(
 def describe() -> dict[str, Any]:
     """Return what every row says about its origin."""
     about = machine.describe()
-    return {**about, "device": about["machine"], "driver": about.get("driver"), "cuda": torch.version.cuda}
+    return {
+        **about,
+        "device": about["machine"],
+        "driver": about.get("driver"),
+        "cuda": torch.version.cuda,
+    }
 
 
 @dataclass(frozen=True)
 class Timer:
-    """How one recipe after the other is timed at one size. What did not run is a string among the rows."""
+    """How one recipe after the other is timed at one size. What did not run is a string
+    among the rows."""
 
     numel: int
     rounds: int
@@ -157,11 +207,13 @@ class Timer:
     backend: config.Backend
 
     def everyone(self, recipe: Recipe) -> Iterator[dict[str, Any] | str]:
-        """Yield the rows of all providers of a recipe, one after the other: only one has its tensors at a time."""
+        """Yield the rows of all providers of a recipe, one after the other: only one
+        has its tensors at a time."""
         device = self.clock.device
         candidates = [("zerokern", recipe.state_bytes, self.ours(recipe))]
         candidates += [
-            (p.name, p.bytes_per_element, self.other(recipe, p)) for p in providers.for_recipe(recipe, device)
+            (p.name, p.bytes_per_element, self.other(recipe, p))
+            for p in providers.for_recipe(recipe, device)
         ]
         for name, held, rows in candidates:
             where = f"{name}, {recipe.name}, {self.numel / 2**20:g} Mi"
@@ -186,31 +238,46 @@ class Timer:
         step.set(max_norm=1.0)
         yield self.measured(recipe, "zerokern", "step", step.clipped_step)
 
-    def other(self, recipe: Recipe, provider: providers.Provider) -> Iterator[dict[str, Any]]:
+    def other(
+        self, recipe: Recipe, provider: providers.Provider
+    ) -> Iterator[dict[str, Any]]:
         """Yield the row of another provider."""
         run, note = providers.build(provider, recipe, self.numel, self.clock.device)
         row = self.measured(recipe, provider.name, provider.work, run)
         yield {**row, "note": note} if note else row
 
-    def measured(self, recipe: Recipe, name: str, work: providers.Work, run: Callable[[], Any]) -> dict[str, Any]:
+    def measured(
+        self, recipe: Recipe, name: str, work: providers.Work, run: Callable[[], Any]
+    ) -> dict[str, Any]:
         """Return the row of a call."""
         floor = recipe.update_bytes if work == "update" else recipe.step_bytes
-        return timing.measure(timing.Case(work, recipe.name, name, self.numel, floor, run), self.clock, self.rounds)
+        return timing.measure(
+            timing.Case(work, recipe.name, name, self.numel, floor, run),
+            self.clock,
+            self.rounds,
+        )
 
 
 def does_not_fit(held: float, moved: float, numel: int, device: str) -> str | None:
-    """Return why a size does not fit beside the copy's two buffers, or None if it does. Bytes are per element."""
+    """Return why a size does not fit beside the copy's two buffers, or None if it does.
+    Bytes are per element."""
     needed, free = SLACK * (held + moved) * numel, free_bytes(device)
-    return f"needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free" if needed > free else None
+    return (
+        f"needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+        if needed > free
+        else None
+    )
 
 
 def free_bytes(device: str) -> float:
-    """Return the bytes that can be allocated on a device; unknown on a CPU, where only tests run this."""
+    """Return the bytes that can be allocated on a device; unknown on a CPU, where only
+    tests run this."""
     return torch.cuda.mem_get_info()[0] if device == "cuda" else float("inf")
 
 
 def release(device: str) -> None:
-    """Give what is no longer used back to the device, so that the next size finds it."""
+    """Give what is no longer used back to the device, so that the next size finds
+    it."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()

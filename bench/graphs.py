@@ -1,4 +1,5 @@
-"""CUDA graphs: a captured step, and whether its replays do what eager steps do when the numbers behind them change."""
+"""CUDA graphs: a captured step, and whether its replays do what eager steps do when the
+numbers behind them change."""
 
 from __future__ import annotations
 
@@ -23,11 +24,13 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"lr": 3e-3, "weight_decay": 0.0, "loss_scale": 1024.0},
     {"lr": 5e-4, "weight_decay": 0.3, "loss_scale": 0.5, "max_norm": 1e-3},
 )
-"""Of consecutive steps: all that a schedule, a scaler or a user may change between replays."""
+"""Of consecutive steps: all that a schedule, a scaler or a user may change between
+replays."""
 
 
 def cuda_graph(run: Callable[[], None]) -> Callable[[], None]:
-    """Capture a function in a CUDA graph and return its replay. The function itself runs once, to be compiled."""
+    """Capture a function in a CUDA graph and return its replay. The function itself
+    runs once, to be compiled."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -40,9 +43,14 @@ def cuda_graph(run: Callable[[], None]) -> Callable[[], None]:
 
 
 def replay_is_eager(
-    recipe: Recipe, numel: int, device: str, capture: Capture = cuda_graph, backend: config.Backend = "triton"
+    recipe: Recipe,
+    numel: int,
+    device: str,
+    capture: Capture = cuda_graph,
+    backend: config.Backend = "triton",
 ) -> bool:
-    """Replay a captured `scalars_` + `update_` under changing numbers; say and return if all bits are the eager ones.
+    """Replay a captured `scalars_` + `update_` under changing numbers; say and return
+    if all bits are the eager ones.
 
     The last step is skipped, for a gradient norm that is not finite.
     """
@@ -53,7 +61,10 @@ def replay_is_eager(
     def both() -> bool:
         eager.step()
         replay()
-        return all(torch.equal(bits(a), bits(b)) for a, b in zip(replayed.tensors(), eager.tensors(), strict=True))
+        return all(
+            torch.equal(bits(a), bits(b))
+            for a, b in zip(replayed.tensors(), eager.tensors(), strict=True)
+        )
 
     equal, before = True, eager.shard.param.clone()
     for setting in SETTINGS:
@@ -65,8 +76,15 @@ def replay_is_eager(
         _norm(step.gathered).fill_(math.inf)
     skipped = [t.clone() for t in eager.shard.tensors()]
     equal = both() and equal
-    equal = equal and all(torch.equal(bits(a), bits(b)) for a, b in zip(skipped, eager.shard.tensors(), strict=True))
-    print(f"{'same bits' if equal else 'DIFFERS  '}  graph replay and eager, {recipe.name} {numel}", flush=True)
+    equal = equal and all(
+        torch.equal(bits(a), bits(b))
+        for a, b in zip(skipped, eager.shard.tensors(), strict=True)
+    )
+    print(
+        f"{'same bits' if equal else 'DIFFERS  '}  graph replay and eager,"
+        f" {recipe.name} {numel}",
+        flush=True,
+    )
     return equal
 
 

@@ -1,7 +1,9 @@
-"""A shard of more than 2^31 elements: offsets and counts that are 32 bits wide somewhere show here.
+"""A shard of more than 2^31 elements: offsets and counts that are 32 bits wide
+somewhere show here.
 
-Row numbers are those of a survey of faults that users of other optimizers reported: illegal accesses (1), counts that
-overflow (2), kernels that do nothing and say nothing (3), norms (4).
+Row numbers are those of a survey of faults that users of other optimizers reported:
+illegal accesses (1), counts that overflow (2), kernels that do nothing and say nothing
+(3), norms (4).
 """
 
 from __future__ import annotations
@@ -53,29 +55,54 @@ def faults(
     sentinels: tuple[int, ...] = SENTINELS,
     backend: config.Backend = "triton",
 ) -> list[str]:
-    """Take one step of a single parameter of `numel` elements; return what is wrong with it."""
+    """Take one step of a single parameter of `numel` elements; return what is wrong
+    with it."""
     guarded = Guarded(device)
-    step, blocks = _set_up(guarded, numel, sentinels, backend), _sample(numel, sentinels)
-    squares = sum(float(piece.double().square().sum()) for piece in step.grad.split(PIECE))
+    step, blocks = (
+        _set_up(guarded, numel, sentinels, backend),
+        _sample(numel, sentinels),
+    )
+    squares = sum(
+        float(piece.double().square().sum()) for piece in step.grad.split(PIECE)
+    )
     expected, grad = _gathered(step.shard, blocks), _blocks_of(step.grad, blocks)
     before = step.shard.param[list(sentinels)].tolist()
     step.clipped_step()
-    rows = ops.RowMap(
+    columns = ops.ColumnMap(
         torch.zeros(len(blocks), dtype=torch.int32),
         torch.zeros(1, dtype=torch.int64),
-        tuple((place, place + 1, 0, block - place) for place, block in enumerate(blocks)),
+        tuple(
+            (place, place + 1, 0, block - place) for place, block in enumerate(blocks)
+        ),
     )
-    reference.update_(expected, grad, rule=RECIPE.rule, table=step.table.cpu(), keys=step.keys.cpu(), rows=rows)
+    reference.update_(
+        expected,
+        grad,
+        rule=RECIPE.rule,
+        table=step.table.cpu(),
+        keys=step.keys.cpu(),
+        columns=columns,
+    )
     found = []
     if not abs(float(step.partials.sum()) / squares - 1) < 1e-9:
-        found.append(f"row 4: the sum of squares is {float(step.partials.sum())}, not {squares}")
+        found.append(
+            f"row 4: the sum of squares is {float(step.partials.sum())}, not {squares}"
+        )
     after = step.shard.param[list(sentinels)].tolist()
-    still = [at for at, old, new in zip(sentinels, before, after, strict=True) if old == new]
+    still = [
+        at for at, old, new in zip(sentinels, before, after, strict=True) if old == new
+    ]
     if still:
         found.append(f"row 3: elements {still} did not change")
     actual = _gathered(step.shard, blocks)
-    if not all(torch.equal(bits(a), bits(b)) for a, b in zip(actual.tensors(), expected.tensors(), strict=True)):
-        found.append("row 1: blocks around the sentinels, or a sample of the others, differ from the reference")
+    if not all(
+        torch.equal(bits(a), bits(b))
+        for a, b in zip(actual.tensors(), expected.tensors(), strict=True)
+    ):
+        found.append(
+            "row 1: blocks around the sentinels, or a sample of the others, differ from"
+            " the reference"
+        )
     if unwritten := _unwritten(step):
         found.append(f"rows 2 and 3: {unwritten} elements were not written")
     if not guarded.untouched():
@@ -83,46 +110,70 @@ def faults(
     return found
 
 
-def _set_up(guarded: Guarded, numel: int, sentinels: tuple[int, ...], backend: config.Backend) -> Step:
-    """Return a first step: moments are zero, so every element whose gradient is not zero moves by the learning rate."""
+def _set_up(
+    guarded: Guarded, numel: int, sentinels: tuple[int, ...], backend: config.Backend
+) -> Step:
+    """Return a first step: moments are zero, so every element whose gradient is not
+    zero moves by the learning rate."""
     scales = numel // ops.BLOCK
-    moments = [ops.Moment(guarded(numel, torch.uint8), guarded(scales, torch.uint8).fill_(127)) for _ in range(2)]
+    moments = [
+        ops.Moment(guarded(numel, torch.uint8), guarded(scales, torch.uint8).fill_(127))
+        for _ in range(2)
+    ]
     shard = ops.Shard(guarded(numel, RECIPE.param), None, *moments)
     grad = guarded(numel, RECIPE.grad)
     generator = torch.Generator(guarded.device).manual_seed(0)
-    for param, gradient in zip(shard.param.split(PIECE), grad.split(PIECE), strict=True):
+    for param, gradient in zip(
+        shard.param.split(PIECE), grad.split(PIECE), strict=True
+    ):
         param.normal_(std=2e-2, generator=generator)
         gradient.normal_(generator=generator)
     grad[list(sentinels)] = 1.0
-    step = Step.of(RECIPE, numel, guarded.device, backend, rows=1, shard=shard, grad=grad)
+    step = Step.of(
+        RECIPE, numel, guarded.device, backend, columns=1, shard=shard, grad=grad
+    )
     step.steps.zero_()
     step.set(lr=0.1)
     return step
 
 
 def _sample(numel: int, sentinels: tuple[int, ...]) -> list[int]:
-    """Return the blocks that are compared: those of the sentinels, and others at even distances."""
+    """Return the blocks that are compared: those of the sentinels, and others at even
+    distances."""
     blocks = numel // ops.BLOCK
-    return sorted({at // ops.BLOCK for at in sentinels} | {blocks * i // SAMPLES for i in range(SAMPLES)})
+    return sorted(
+        {at // ops.BLOCK for at in sentinels}
+        | {blocks * i // SAMPLES for i in range(SAMPLES)}
+    )
 
 
 def _blocks_of(tensor: Tensor, blocks: list[int], size: int = ops.BLOCK) -> Tensor:
-    """Return copies of some blocks on the CPU. Sliced one by one, so that no indexing kernel of torch is trusted."""
-    return torch.cat([tensor[block * size : (block + 1) * size].cpu() for block in blocks])
+    """Return copies of some blocks on the CPU. Sliced one by one, so that no indexing
+    kernel of torch is trusted."""
+    return torch.cat(
+        [tensor[block * size : (block + 1) * size].cpu() for block in blocks]
+    )
 
 
 def _gathered(shard: ops.Shard, blocks: list[int]) -> ops.Shard:
     moments = [
-        None
-        if m is None or m.scale is None
-        else ops.Moment(_blocks_of(m.values, blocks), _blocks_of(m.scale, blocks, 1))
-        for m in shard[2:]
+        (
+            None
+            if m is None or m.scale is None
+            else ops.Moment(
+                _blocks_of(m.values, blocks), _blocks_of(m.scale, blocks, 1)
+            )
+        )
+        for m in shard.moments
     ]
     return ops.Shard(_blocks_of(shard.param, blocks), None, *moments)
 
 
 def _unwritten(step: Step) -> int:
-    """Count elements that have a gradient but no second moment: its code is 0 only where the moment is."""
-    assert step.shard.exp_avg_sq is not None
-    pieces = zip(step.shard.exp_avg_sq.values.split(PIECE), step.grad.split(PIECE), strict=True)
+    """Count elements that have a gradient but no second moment: its code is 0 only
+    where the moment is."""
+    assert step.shard.second is not None
+    pieces = zip(
+        step.shard.second.values.split(PIECE), step.grad.split(PIECE), strict=True
+    )
     return sum(int(((codes == 0) & (grad != 0)).sum()) for codes, grad in pieces)

@@ -1,4 +1,5 @@
-"""The model that every peer trains: a GPT of a given size, and synthetic tokens that it can learn."""
+"""The model that every peer trains: a GPT of a given size, and synthetic tokens that it
+can learn."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, context, width = x.shape
-        heads = self.qkv(self.norm1(x)).view(batch, context, 3, self.heads, width // self.heads)
+        heads = self.qkv(self.norm1(x)).view(
+            batch, context, 3, self.heads, width // self.heads
+        )
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, context, width))
@@ -42,18 +45,28 @@ class GPT(nn.Module):
         """Build one of SIZES; weights depend on torch's seed only."""
         super().__init__()
         layers, width, heads, self.vocabulary, context = SIZES[size]
-        self.token, self.position = nn.Embedding(self.vocabulary, width), nn.Embedding(context, width)
+        self.token, self.position = (
+            nn.Embedding(self.vocabulary, width),
+            nn.Embedding(context, width),
+        )
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, self.vocabulary, bias=False)
+        self.norm, self.head = (
+            nn.LayerNorm(width),
+            nn.Linear(width, self.vocabulary, bias=False),
+        )
         for name, param in self.named_parameters():
             if param.ndim == 2:
                 residual = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(param, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
+                nn.init.normal_(
+                    param, std=0.02 / math.sqrt(2 * layers) if residual else 0.02
+                )
             elif name.endswith("bias"):
                 nn.init.zeros_(param)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.token(tokens) + self.position(
+            torch.arange(tokens.shape[1], device=tokens.device)
+        )
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x)).float()
@@ -67,7 +80,8 @@ def build(size: str, seed: int = 0) -> GPT:
 
 
 def batch(size: str, step: int, rank: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Return tokens and targets, int64 [rows, context]: a noisy recurrence, another for each step and rank."""
+    """Return tokens and targets, int64 [rows, context]: a noisy recurrence, another for
+    each step and rank."""
     vocabulary, context = SIZES[size][3:]
     generator = torch.Generator().manual_seed(7919 * step + rank + 1)
     column = torch.randint(0, vocabulary, (rows,), generator=generator)

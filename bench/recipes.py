@@ -1,4 +1,5 @@
-"""The recipes that are measured: an update rule, storage formats, and the bytes that these make inevitable."""
+"""The recipes that are measured: an update rule, storage formats, and the bytes that
+these make inevitable."""
 
 from __future__ import annotations
 
@@ -7,9 +8,6 @@ from typing import NamedTuple
 import torch
 
 from zerokern import ops
-
-MASTERS = {"fp32": torch.float32, "split32": torch.int16, "split24": torch.int8}
-MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
 
 
 class Unavailable(Exception):
@@ -32,36 +30,51 @@ class Recipe(NamedTuple):
     @property
     def num_moments(self) -> int:
         """How many moments an element has."""
-        return 0 if self.moments is None else (2 if self.rule == "adam" else 1) + self.amsgrad
+        return (
+            0
+            if self.moments is None
+            else (2 if self.rule == "adam" else 1) + self.amsgrad
+        )
 
     @property
     def moment_bytes(self) -> float:
         """Bytes per element of one moment, its share of a block's scale included."""
         if self.moments is None:
             return 0.0
-        return MOMENTS[self.moments].itemsize + (1 / ops.BLOCK if self.moments == "8bit" else 0.0)
+        return ops.MOMENTS[self.moments].bytes
 
     @property
     def weight_bytes(self) -> tuple[int, int]:
         """Bytes per element of the weights that an update reads and writes."""
-        master = 0 if self.master is None else MASTERS[self.master].itemsize
+        form = ops.MASTERS[self.master or "none"]
+        master = 0 if form is None else form.dtype.itemsize
         written = self.param.itemsize + master
         return (master if self.master == "fp32" else written), written
 
     @property
     def update_bytes(self) -> float:
-        """The floor of an update: gradient, weights and moments read once, weights and moments written once."""
-        return self.grad.itemsize + sum(self.weight_bytes) + 2 * self.num_moments * self.moment_bytes
+        """The floor of an update: gradient, weights and moments read once, weights and
+        moments written once."""
+        return (
+            self.grad.itemsize
+            + sum(self.weight_bytes)
+            + 2 * self.num_moments * self.moment_bytes
+        )
 
     @property
     def step_bytes(self) -> float:
-        """The floor of an update with clipping: the norm reads the gradient once more."""
+        """The floor of an update with clipping: the norm reads the gradient once
+        more."""
         return self.update_bytes + self.grad.itemsize
 
     @property
     def state_bytes(self) -> float:
         """Bytes per element that a shard and its gradient occupy."""
-        return self.grad.itemsize + self.weight_bytes[1] + self.num_moments * self.moment_bytes
+        return (
+            self.grad.itemsize
+            + self.weight_bytes[1]
+            + self.num_moments * self.moment_bytes
+        )
 
 
 FP32 = {"param": torch.float32, "grad": torch.float32}
@@ -79,7 +92,8 @@ RECIPES = {
         Recipe("sgd fp32", "sgd", **FP32),  # type: ignore[arg-type]
     )
 }
-"""Weights + moments. A plain name has fp32 moments; the rule is Adam where none is named."""
+"""Weights + moments. A plain name has fp32 moments; the rule is Adam where none is
+named."""
 
 
 def select(names: str | None) -> list[Recipe]:
@@ -88,13 +102,21 @@ def select(names: str | None) -> list[Recipe]:
     Raises:
         SystemExit: an unknown name.
     """
-    chosen = list(RECIPES) if names is None else [name.strip() for name in names.split(",")]
+    chosen = (
+        list(RECIPES) if names is None else [name.strip() for name in names.split(",")]
+    )
     unknown = [name for name in chosen if name not in RECIPES]
     if unknown:
-        raise SystemExit(f"recipes {unknown} are unknown; known are {', '.join(RECIPES)}")
+        raise SystemExit(
+            f"recipes {unknown} are unknown; known are {', '.join(RECIPES)}"
+        )
     return [RECIPES[name] for name in chosen]
 
 
 def mebi(sizes: str) -> list[int]:
-    """Return the elements of a comma-separated list of sizes in Mi, rounded to whole blocks."""
-    return [max(int(float(size) * 2**20) // ops.BLOCK, 1) * ops.BLOCK for size in sizes.split(",")]
+    """Return the elements of a comma-separated list of sizes in Mi, rounded to whole
+    blocks."""
+    return [
+        max(int(float(size) * 2**20) // ops.BLOCK, 1) * ops.BLOCK
+        for size in sizes.split(",")
+    ]

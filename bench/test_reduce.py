@@ -1,4 +1,5 @@
-"""The reduction: chunks of several ranks into one fp32 shard and its norm, beside the same from torch's operations."""
+"""The reduction: chunks of several ranks into one fp32 shard and its norm, beside the
+same from torch's operations."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""The update in one pass, beside torch's own optimizers and, for 16 bits, the casts around them."""
+"""The update in one pass, beside torch's own optimizers and, for 16 bits, the casts
+around them."""
 
 import pytest
 

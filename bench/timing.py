@@ -1,7 +1,9 @@
-"""How a microbenchmark is timed: CUDA events and a flushed L2 on a GPU, the wall clock on a CPU; and its ceiling.
+"""How a microbenchmark is timed: CUDA events and a flushed L2 on a GPU, the wall clock
+on a CPU; and its ceiling.
 
-Every repetition times the ceiling first, on as many bytes as the case has to move: an in-place multiply on a CPU, which
-reads what it writes as an optimizer does (a CPU's copy also reads what it overwrites, so it is none), a copy on a GPU.
+Every repetition times the ceiling first, on as many bytes as the case has to move: an
+in-place multiply on a CPU, which reads what it writes as an optimizer does (a CPU's
+copy also reads what it overwrites, so it is none), a copy on a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ MOST_FLUSHES = 200
 
 
 class Instant:
-    """A moment on the GPU's own clock. A difference waits for the later one, and is in seconds."""
+    """A moment on the GPU's own clock. A difference waits for the later one, and is in
+    seconds."""
 
     def __init__(self) -> None:
         self.event = torch.cuda.Event(enable_timing=True)
@@ -37,12 +40,17 @@ class Instant:
 
 
 now: Callable[[], Any] = Instant if DEVICE == "cuda" else time.perf_counter
-"""The timer. The flush queued before the first moment keeps the GPU busy while the host launches."""
+"""The timer. The flush queued before the first moment keeps the GPU busy while the host
+launches."""
 
 
 @functools.cache
 def _flush_buffer() -> Tensor:
-    return torch.empty(2 * torch.cuda.get_device_properties(0).L2_cache_size, dtype=torch.int8, device=DEVICE)
+    return torch.empty(
+        2 * torch.cuda.get_device_properties(0).L2_cache_size,
+        dtype=torch.int8,
+        device=DEVICE,
+    )
 
 
 def flush() -> None:
@@ -65,13 +73,15 @@ class Clock:
         return now() if self.device == DEVICE else time.perf_counter()
 
     def flush(self, times: int = 1) -> None:
-        """Leave the L2 cache of a GPU cold, and its queue full for as long as this takes."""
+        """Leave the L2 cache of a GPU cold, and its queue full for as long as this
+        takes."""
         if self.device == "cuda":
             for _ in range(times):
                 flush()
 
     def host_seconds(self, run: Callable[[], Any]) -> float | None:
-        """Return the median time that a call takes the host, with nothing queued before it. None on a CPU."""
+        """Return the median time that a call takes the host, with nothing queued before
+        it. None on a CPU."""
         if self.device != "cuda":
             return None
         seconds = []
@@ -84,9 +94,11 @@ class Clock:
         return statistics.median(seconds)
 
     def flushes(self, host: float | None) -> int:
-        """Return how many flushes keep the GPU busy for twice as long as the host needs to enqueue a call.
+        """Return how many flushes keep the GPU busy for twice as long as the host needs
+        to enqueue a call.
 
-        One flush lasts some 30 us and a step of many launches takes the host longer: the events would measure that.
+        One flush lasts some 30 us and a step of many launches takes the host longer:
+        the events would measure that.
         """
         if host is None:
             return 1
@@ -98,18 +110,24 @@ class Clock:
 
 
 class Ceiling:
-    """The bandwidth that memory reaches in this run, measured between the repetitions of a case."""
+    """The bandwidth that memory reaches in this run, measured between the repetitions
+    of a case."""
 
     def __init__(self, moved: float, clock: Clock | None = None) -> None:
         """Set up a probe for a case that moves `moved` bytes.
 
-        A copy moves as many: it reads half of them and writes half. A multiply works on as many, which moves twice as
-        much but leaves nothing of the case's tensors in a CPU's cache.
+        A copy moves as many: it reads half of them and writes half. A multiply works on
+        as many, which moves twice as much but leaves nothing of the case's tensors in a
+        CPU's cache.
         """
         self.clock = Clock() if clock is None else clock
         self.copies = self.clock.copies
-        self.destination = torch.ones(max(int(moved) // (8 if self.copies else 4), 1), device=self.clock.device)
-        self.source = torch.ones_like(self.destination) if self.copies else self.destination
+        self.destination = torch.ones(
+            max(int(moved) // (8 if self.copies else 4), 1), device=self.clock.device
+        )
+        self.source = (
+            torch.ones_like(self.destination) if self.copies else self.destination
+        )
         self.seconds: list[float] = []
 
     def __call__(self) -> None:
@@ -138,7 +156,8 @@ class Case:
     provider: str
     numel: int
     bytes_per_element: float
-    """What one pass over the data has to read and write: the same for every provider, however many passes it takes."""
+    """What one pass over the data has to read and write: the same for every provider,
+    however many passes it takes."""
     run: Callable[[], Any]
 
     @property
@@ -165,12 +184,17 @@ class Case:
 def spread(seconds: Sequence[float]) -> dict[str, float]:
     """Return the 20th and 80th percentile in milliseconds, as fields of a row."""
     ordered = sorted(seconds)
-    p20, p80 = (ordered[round((len(ordered) - 1) * percent / 100)] for percent in (20, 80))
+    p20, p80 = (
+        ordered[round((len(ordered) - 1) * percent / 100)] for percent in (20, 80)
+    )
     return {"p20_ms": p20 * 1e3, "p80_ms": p80 * 1e3}
 
 
-def measure(case: Case, clock: Clock | None = None, rounds: int = ROUNDS) -> dict[str, Any]:
-    """Time a case without pytest: its row, with the 20th and 80th percentile and what it costs the host."""
+def measure(
+    case: Case, clock: Clock | None = None, rounds: int = ROUNDS
+) -> dict[str, Any]:
+    """Time a case without pytest: its row, with the 20th and 80th percentile and what
+    it costs the host."""
     clock = Clock() if clock is None else clock
     for _ in range(WARMUP):
         case.run()
@@ -185,17 +209,43 @@ def measure(case: Case, clock: Clock | None = None, rounds: int = ROUNDS) -> dic
         case.run()
         seconds.append(clock.now() - start)
     row = case.score(statistics.median(seconds), ceiling.gb_per_s)
-    return {**row, **spread(seconds), "rounds": rounds, "host_us": None if host is None else host * 1e6}
+    return {
+        **row,
+        **spread(seconds),
+        "rounds": rounds,
+        "host_us": None if host is None else host * 1e6,
+    }
 
 
-COLUMNS = ("op", "recipe", "provider", "Mi elements", "ms", "bytes per element", "GB/s", "ceiling GB/s", "%", "host us")
+COLUMNS = (
+    "op",
+    "recipe",
+    "provider",
+    "Mi elements",
+    "ms",
+    "bytes per element",
+    "GB/s",
+    "ceiling GB/s",
+    "%",
+    "host us",
+)
 HEADER = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
 
 
 def line(row: dict[str, Any]) -> str:
     """Return a row as a line of Markdown under HEADER."""
-    cells = [row["op"], row["recipe"], row["provider"], f"{row['numel'] / 2**20:g}", f"{row['median_ms']:.3f}"]
-    cells += [f"{row['bytes_per_element']:g}", f"{row['gb_per_s']:.1f}", f"{row['ceiling_gb_per_s']:.1f}"]
+    cells = [
+        row["op"],
+        row["recipe"],
+        row["provider"],
+        f"{row['numel'] / 2**20:g}",
+        f"{row['median_ms']:.3f}",
+    ]
+    cells += [
+        f"{row['bytes_per_element']:g}",
+        f"{row['gb_per_s']:.1f}",
+        f"{row['ceiling_gb_per_s']:.1f}",
+    ]
     host = row.get("host_us")
     cells += [f"{100 * row['fraction']:.0f}", "" if host is None else f"{host:.0f}"]
     return f"| {' | '.join(cells)} |"

@@ -1,4 +1,5 @@
-"""One rank of one run: trains a model under one peer and measures it. Started by `bench.compare` through torchrun.
+"""One rank of one run: trains a model under one peer and measures it. Started by
+`bench.compare` through torchrun.
 
 Rank 0 writes the result, gathered over the ranks, to a file as JSON.
 """
@@ -34,7 +35,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--rows", type=int, default=2, help="sequences per rank")
     parser.add_argument("--result", type=Path, required=True)
-    parser.add_argument("--reference", type=Path, required=True, help="the baseline's final parameters; written by it")
+    parser.add_argument(
+        "--reference",
+        type=Path,
+        required=True,
+        help="the baseline's final parameters; written by it",
+    )
     parser.add_argument("--write-reference", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -52,12 +58,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     base = _status("VmRSS")
     model = models.build(options.size)
     numel = sum(p.numel() for p in model.parameters())
-    initial = {name: p.detach().clone() for name, p in model.named_parameters()} if dist.get_rank() == 0 else {}
+    initial = (
+        {name: p.detach().clone() for name, p in model.named_parameters()}
+        if dist.get_rank() == 0
+        else {}
+    )
     kept = sum(t.nbytes for t in initial.values())
     peer = PEERS[options.peer](model, options.dtype)
     _reset_peak()
     batches = [
-        models.batch(options.size, step, dist.get_rank(), options.rows) for step in range(WARMUP + options.steps)
+        models.batch(options.size, step, dist.get_rank(), options.rows)
+        for step in range(WARMUP + options.steps)
     ]
     losses, times = [], []
     sent = 0
@@ -94,8 +105,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _step(peer: Peer, tokens: Tensor, targets: Tensor) -> tuple[float, dict[str, float]]:
-    """Return the loss and seconds of one step: wall time in parts, CPU time of all threads."""
+def _step(
+    peer: Peer, tokens: Tensor, targets: Tensor
+) -> tuple[float, dict[str, float]]:
+    """Return the loss and seconds of one step: wall time in parts, CPU time of all
+    threads."""
     cpu, start = time.process_time(), time.perf_counter()
     peer.zero_grad()
     with peer.context():
@@ -105,12 +119,17 @@ def _step(peer: Peer, tokens: Tensor, targets: Tensor) -> tuple[float, dict[str,
     backward = time.perf_counter()
     peer.step()
     end = time.perf_counter()
-    parts = {"forward": forward - start, "backward": backward - forward, "optimizer": end - backward}
+    parts = {
+        "forward": forward - start,
+        "backward": backward - forward,
+        "optimizer": end - backward,
+    }
     return loss.item(), {"step": end - start, "cpu": time.process_time() - cpu, **parts}
 
 
 def summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Reduce over ranks (the slowest of each step; the mean of CPU time), then over steps (median, minimum)."""
+    """Reduce over ranks (the slowest of each step; the mean of CPU time), then over
+    steps (median, minimum)."""
     row: dict[str, Any] = {}
     steps = range(len(ranks[0]["times"]))
     for part in ("step", "forward", "backward", "optimizer", "cpu"):
@@ -120,24 +139,37 @@ def summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         row[f"{part}_min_ms"] = 1e3 * min(values)
     row["state_bytes"] = max(rank["state_bytes"] for rank in ranks)
     row["rss_bytes"] = max(rank["rss_bytes"] for rank in ranks)
-    row["losses"] = [statistics.fmean(column) for column in zip(*(rank["losses"] for rank in ranks), strict=True)]
+    row["losses"] = [
+        statistics.fmean(column)
+        for column in zip(*(rank["losses"] for rank in ranks), strict=True)
+    ]
     return row
 
 
-def _distance(options: argparse.Namespace, initial: dict[str, Tensor], final: dict[str, Tensor]) -> dict[str, float]:
-    """Compare the final parameters with the baseline's, relative to how far these moved; or save them."""
+def _distance(
+    options: argparse.Namespace, initial: dict[str, Tensor], final: dict[str, Tensor]
+) -> dict[str, float]:
+    """Compare the final parameters with the baseline's, relative to how far these
+    moved; or save them."""
     if options.write_reference:
         torch.save(final, options.reference)
     if not options.reference.exists():
         return {}
     reference = torch.load(options.reference)
-    apart = sum(float((final[name] - value).double().square().sum()) for name, value in reference.items())
-    moved = sum(float((value - initial[name]).double().square().sum()) for name, value in reference.items())
+    apart = sum(
+        float((final[name] - value).double().square().sum())
+        for name, value in reference.items()
+    )
+    moved = sum(
+        float((value - initial[name]).double().square().sum())
+        for name, value in reference.items()
+    )
     return {"distance": (apart / moved) ** 0.5}
 
 
 def _load_libraries() -> None:
-    """Take one step of anything, so that what torch loads lazily for every peer does not count as any one's memory."""
+    """Take one step of anything, so that what torch loads lazily for every peer does
+    not count as any one's memory."""
     layer = torch.nn.Linear(256, 256)
     optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
     layer(torch.ones(64, 256)).sum().backward()
@@ -145,9 +177,11 @@ def _load_libraries() -> None:
 
 
 def _live_bytes() -> int:
-    """Return the bytes of distinct storages that live tensors of this process have, gradients included.
+    """Return the bytes of distinct storages that live tensors of this process have,
+    gradients included.
 
-    Python must know the tensor: buffers inside DDP's C++ reducer are not seen here, only in the resident set.
+    Python must know the tensor: buffers inside DDP's C++ reducer are not seen here,
+    only in the resident set.
     """
     gc.collect()
     tensors = [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
@@ -172,7 +206,8 @@ def _status(field: str) -> int:
 
 
 def _reset_peak() -> None:
-    """Set VmHWM to the resident set of now. Where the kernel refuses, the peak of the set-up is included."""
+    """Set VmHWM to the resident set of now. Where the kernel refuses, the peak of the
+    set-up is included."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -180,7 +215,8 @@ def _reset_peak() -> None:
 
 
 def _sent_on_loopback() -> int:
-    """Return the bytes that were sent on `lo` in this network namespace: by all ranks, TCP headers included."""
+    """Return the bytes that were sent on `lo` in this network namespace: by all ranks,
+    TCP headers included."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         if line.strip().startswith("lo:"):
             return int(line.split(":")[1].split()[8])

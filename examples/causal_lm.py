@@ -1,4 +1,5 @@
-"""Train a causal language model of transformers (Llama) on counting sequences, its parameters sharded.
+"""Train a causal language model of transformers (Llama) on counting sequences, its
+parameters sharded.
 
 torchrun --nproc-per-node 2 examples/causal_lm.py --stage 3 --checkpoint
 """
@@ -32,11 +33,17 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--checkpoint", action="store_true", help="recompute layers in backward")
+    parser.add_argument(
+        "--checkpoint", action="store_true", help="recompute layers in backward"
+    )
     args = parser.parse_args()
 
     gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if gpu
+        else torch.device("cpu")
+    )
     if gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if gpu else "gloo")
@@ -44,14 +51,23 @@ def main() -> None:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=args.width, intermediate_size=4 * args.width, num_attention_heads=4,
-        num_hidden_layers=args.layers, max_position_embeddings=128, tie_word_embeddings=True, pad_token_id=None,
-        bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=args.width,
+        intermediate_size=4 * args.width,
+        num_attention_heads=4,
+        num_hidden_layers=args.layers,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     model = LlamaForCausalLM(config).to(device)
     if args.checkpoint:
         model.gradient_checkpointing_enable()
-    optimizer = AdamW(model.parameters(), lr=args.lr, stage=args.stage, model=model, max_grad_norm=1.0)
+    optimizer = AdamW(
+        model.parameters(), lr=args.lr, stage=args.stage, model=model, max_grad_norm=1.0
+    )
 
     generator = torch.Generator().manual_seed(rank)
     for step in range(args.steps):
@@ -61,12 +77,17 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         if rank == 0 and (step % 10 == 0 or step == args.steps - 1):
-            print(f"step {step:4d}  norm {optimizer.metrics()['grad_norm']:.3f}  loss {loss.item():.4f}")
+            print(
+                f"step {step:4d}  norm {optimizer.metrics()['grad_norm']:.3f}  loss"
+                f" {loss.item():.4f}"
+            )
 
     # Ranks take part in generation until the last one has finished.
     model.eval()
     prompt = sequences(torch.Generator().manual_seed(100 + rank), 1, 8).to(device)
-    tokens = model.generate(prompt, max_new_tokens=8 + 4 * rank, do_sample=False, synced_gpus=True)
+    tokens = model.generate(
+        prompt, max_new_tokens=8 + 4 * rank, do_sample=False, synced_gpus=True
+    )
     if rank == 0:
         print("generated", tokens[0].tolist())
     dist.destroy_process_group()

@@ -21,11 +21,16 @@ class Block(nn.Module):
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(inputs, outputs, 3, padding=1), nn.Conv2d(outputs, outputs, 3, padding=1)
+        self.conv1, self.conv2 = (
+            nn.Conv2d(inputs, outputs, 3, padding=1),
+            nn.Conv2d(outputs, outputs, 3, padding=1),
+        )
         self.norm, self.time = nn.GroupNorm(4, outputs), nn.Linear(1, outputs)
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        return self.conv2(F.silu(self.norm(self.conv1(x) + self.time(time)[:, :, None, None])))
+        return self.conv2(
+            F.silu(self.norm(self.conv1(x) + self.time(time)[:, :, None, None]))
+        )
 
 
 class UNet(nn.Module):
@@ -33,8 +38,16 @@ class UNet(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.down1, self.down2, self.middle = Block(3, width), Block(width, 2 * width), Block(2 * width, 2 * width)
-        self.up2, self.up1, self.out = Block(4 * width, width), Block(2 * width, width), nn.Conv2d(width, 3, 1)
+        self.down1, self.down2, self.middle = (
+            Block(3, width),
+            Block(width, 2 * width),
+            Block(2 * width, 2 * width),
+        )
+        self.up2, self.up1, self.out = (
+            Block(4 * width, width),
+            Block(2 * width, width),
+            nn.Conv2d(width, 3, 1),
+        )
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
         a = self.down1(x, time)
@@ -59,7 +72,11 @@ def main() -> None:
     args = parser.parse_args()
 
     gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if gpu
+        else torch.device("cpu")
+    )
     if gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if gpu else "gloo")
@@ -68,15 +85,21 @@ def main() -> None:
     torch.manual_seed(0)
     model = UNet(16).to(device)
     buckets = Buckets(units=lambda module: isinstance(module, Block))
-    optimizer = AdamW(model.parameters(), lr=args.lr, stage=args.stage, model=model, buckets=buckets)
+    optimizer = AdamW(
+        model.parameters(), lr=args.lr, stage=args.stage, model=model, buckets=buckets
+    )
 
     generator = torch.Generator().manual_seed(rank)
     for step in range(args.steps):
-        clean, time = images(generator, args.batch), torch.rand(args.batch, 1, generator=generator)
+        clean, time = (
+            images(generator, args.batch),
+            torch.rand(args.batch, 1, generator=generator),
+        )
         noise = torch.randn(clean.shape, generator=generator)
         clean, time, noise = clean.to(device), time.to(device), noise.to(device)
         mixed = clean + (noise - clean) * time[:, :, None, None]
-        loss = F.mse_loss(model(mixed, time), noise - clean)  # the velocity of a straight path
+        # The velocity of a straight path.
+        loss = F.mse_loss(model(mixed, time), noise - clean)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -1,4 +1,5 @@
-"""Train an image classifier of transformers, a ViT or a ResNet, to tell the direction of stripes.
+"""Train an image classifier of transformers, a ViT or a ResNet, to tell the direction
+of stripes.
 
 torchrun --nproc-per-node 2 examples/image.py --stage 3 --model resnet
 """
@@ -12,7 +13,12 @@ import os
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import ResNetConfig, ResNetForImageClassification, ViTConfig, ViTForImageClassification
+from transformers import (
+    ResNetConfig,
+    ResNetForImageClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
 from transformers.models.resnet.modeling_resnet import ResNetBasicLayer
 
 from zerokern import AdamW, Buckets
@@ -23,10 +29,18 @@ CLASSES, SIZE = 4, 32
 def stripes(generator: torch.Generator, rows: int) -> tuple[Tensor, Tensor]:
     """Images of noisy stripes in one of four directions, and which."""
     labels = torch.randint(CLASSES, (rows,), generator=generator)
-    angle, phase = labels * math.pi / CLASSES, 6 * torch.rand(rows, 1, 1, generator=generator)
+    angle, phase = (
+        labels * math.pi / CLASSES,
+        6 * torch.rand(rows, 1, 1, generator=generator),
+    )
     x, y = torch.arange(float(SIZE)), torch.arange(float(SIZE))[:, None]
-    wave = torch.sin(x * angle.cos()[:, None, None] + y * angle.sin()[:, None, None] + phase)
-    return wave[:, None] + 0.3 * torch.randn(rows, 3, SIZE, SIZE, generator=generator), labels
+    wave = torch.sin(
+        x * angle.cos()[:, None, None] + y * angle.sin()[:, None, None] + phase
+    )
+    return (
+        wave[:, None] + 0.3 * torch.randn(rows, 3, SIZE, SIZE, generator=generator),
+        labels,
+    )
 
 
 def main() -> None:
@@ -39,7 +53,11 @@ def main() -> None:
     args = parser.parse_args()
 
     gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if gpu
+        else torch.device("cpu")
+    )
     if gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if gpu else "gloo")
@@ -49,21 +67,40 @@ def main() -> None:
     units = None  # the children of ModuleLists, which are the ViT's layers
     if args.model == "vit":
         config = ViTConfig(
-            hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=128, image_size=SIZE,
-            patch_size=8, num_labels=CLASSES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        )  # fmt: skip
+            hidden_size=64,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            intermediate_size=128,
+            image_size=SIZE,
+            patch_size=8,
+            num_labels=CLASSES,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
         model = ViTForImageClassification(config).to(device)
     else:  # statistics of BatchNorm stay each rank's own
         config = ResNetConfig(
-            embedding_size=16, hidden_sizes=[16, 32, 64], depths=[2, 2, 2], layer_type="basic", num_labels=CLASSES
+            embedding_size=16,
+            hidden_sizes=[16, 32, 64],
+            depths=[2, 2, 2],
+            layer_type="basic",
+            num_labels=CLASSES,
         )
         model = ResNetForImageClassification(config).to(device)
         units = lambda module: isinstance(module, ResNetBasicLayer)  # noqa: E731
-    optimizer = AdamW(model.parameters(), lr=args.lr, stage=args.stage, model=model, buckets=Buckets(units=units))
+    optimizer = AdamW(
+        model.parameters(),
+        lr=args.lr,
+        stage=args.stage,
+        model=model,
+        buckets=Buckets(units=units),
+    )
 
     generator = torch.Generator().manual_seed(rank)
     for step in range(args.steps):
-        pixels, labels = (tensor.to(device) for tensor in stripes(generator, args.batch))
+        pixels, labels = (
+            tensor.to(device) for tensor in stripes(generator, args.batch)
+        )
         loss = model(pixel_values=pixels, labels=labels).loss
         loss.backward()
         optimizer.step()

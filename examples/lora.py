@@ -1,4 +1,5 @@
-"""Train a LoRA adapter of PEFT on a frozen GPT-2, and save it. In stage 3 the frozen weights are sharded, too.
+"""Train a LoRA adapter of PEFT on a frozen GPT-2, and save it. In stage 3 the frozen
+weights are sharded, too.
 
 torchrun --nproc-per-node 2 examples/lora.py --stage 3 --out adapter
 """
@@ -34,7 +35,11 @@ def main() -> None:
     args = parser.parse_args()
 
     gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if gpu
+        else torch.device("cpu")
+    )
     if gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if gpu else "gloo")
@@ -42,12 +47,28 @@ def main() -> None:
 
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=64, n_embd=64, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0,
-        embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
-    )  # fmt: skip
-    adapter = LoraConfig(r=args.rank, lora_alpha=4 * args.rank, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
-    model = get_peft_model(GPT2LMHeadModel(config), adapter).to(device)  # really: from_pretrained(...)
-    optimizer = AdamW(model.parameters(), lr=args.lr, weight_decay=0.0, stage=args.stage, model=model)
+        vocab_size=VOCABULARY,
+        n_positions=64,
+        n_embd=64,
+        n_layer=4,
+        n_head=4,
+        bos_token_id=0,
+        eos_token_id=0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        resid_pdrop=0.0,
+    )
+    adapter = LoraConfig(
+        r=args.rank,
+        lora_alpha=4 * args.rank,
+        target_modules=["c_attn", "c_fc"],
+        fan_in_fan_out=True,
+    )
+    # Really: from_pretrained(...).
+    model = get_peft_model(GPT2LMHeadModel(config), adapter).to(device)
+    optimizer = AdamW(
+        model.parameters(), lr=args.lr, weight_decay=0.0, stage=args.stage, model=model
+    )
     if rank == 0:
         model.print_trainable_parameters()
 

@@ -1,4 +1,5 @@
-"""Train a mixture of experts of transformers (Mixtral): which experts have gradients differs by step and rank.
+"""Train a mixture of experts of transformers (Mixtral): which experts have gradients
+differs by step and rank.
 
 torchrun --nproc-per-node 2 examples/moe.py --stage 3
 """
@@ -34,7 +35,11 @@ def main() -> None:
     args = parser.parse_args()
 
     gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if gpu
+        else torch.device("cpu")
+    )
     if gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if gpu else "gloo")
@@ -42,12 +47,22 @@ def main() -> None:
 
     torch.manual_seed(0)
     config = MixtralConfig(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, num_local_experts=args.experts, num_experts_per_tok=2,
-        output_router_logits=True, router_aux_loss_coef=0.01,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        num_local_experts=args.experts,
+        num_experts_per_tok=2,
+        output_router_logits=True,
+        router_aux_loss_coef=0.01,
+    )
     model = MixtralForCausalLM(config).to(device)
-    optimizer = AdamW(model.parameters(), lr=args.lr, stage=args.stage, model=model, max_grad_norm=1.0)
+    optimizer = AdamW(
+        model.parameters(), lr=args.lr, stage=args.stage, model=model, max_grad_norm=1.0
+    )
 
     generator = torch.Generator().manual_seed(rank)
     for step in range(args.steps):
@@ -58,7 +73,10 @@ def main() -> None:
         optimizer.zero_grad()
         if rank == 0 and (step % 10 == 0 or step == args.steps - 1):
             chosen = output.router_logits[-1].topk(2).indices.unique().numel()
-            print(f"step {step:4d}  experts in use {chosen} of {args.experts}  loss {output.loss.item():.4f}")
+            print(
+                f"step {step:4d}  experts in use {chosen} of {args.experts}  loss"
+                f" {output.loss.item():.4f}"
+            )
     dist.destroy_process_group()
 
 

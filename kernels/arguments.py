@@ -1,34 +1,51 @@
-"""What host and kernels agree on: constants, the scalar table, and the tensors of one shard.
+"""What host and kernels agree on: constants, the scalar table, and the tensors of one
+shard.
 
-Letters: S elements of a shard (a multiple of BLOCK), R parameters (columns of the scalar table), G param groups.
+Letters: S elements of a shard (a multiple of BLOCK), R parameters (columns of the
+         scalar table), G param groups.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 BLOCK = 64
-"""Elements per entry of `block_row` and per block scale: slots start at multiples of it, so a block never holds two
-parameters, and the blocks of a parameter are the same however it is sharded."""
+"""Elements per entry of `block_column` and per block scale: slots start at multiples of
+it, so a block never holds two parameters, and the blocks of a parameter are the same
+however it is sharded."""
 
 PARTIAL = 4096
 """Elements whose squares share one fp64 partial sum."""
 
 CHUNK = 4 * PARTIAL
-"""Elements per pass on the CPU: 64 KiB of fp32 stay in the L2 cache and below malloc's mmap threshold."""
+"""Elements per pass on the CPU: 64 KiB of fp32 stay in the L2 cache and below malloc's
+mmap threshold."""
 
 HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "sign", "decoupled", "nesterov")
-"""Columns of `hyper`, fp64 [G, 8]. sign is -1 to maximize; decoupled is 1 for decay of the weight itself, 0 for L2
-regularisation. For SGD, beta1 is the momentum and beta2 the dampening."""
+"""Columns of `hyper`, fp64 [G, 8]. sign is -1 to maximize; decoupled is 1 for decay of
+the weight itself, 0 for L2 regularisation. For SGD, beta1 is the momentum and beta2 the
+dampening."""
 
 TABLE = (
-    "coef", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "step_size", "inv_sqrt_c2",
-    "eps", "decay", "l2", "nesterov", "active",
-)  # fmt: skip
-"""Rows of the scalar table, fp32 [12, R]: what one parameter's update needs beside its elements."""
+    "coef",
+    "beta1",
+    "one_minus_beta1",
+    "beta2",
+    "one_minus_beta2",
+    "step_size",
+    "inv_sqrt_c2",
+    "eps",
+    "decay",
+    "l2",
+    "nesterov",
+    "active",
+)
+"""Entries of the scalar table, fp32 [12, R]: what one parameter's update needs beside
+its elements."""
 
 STEP_BITS = 40
 """Bits of a step counter that the power by squaring looks at."""
@@ -37,17 +54,49 @@ Rule = Literal["adam", "lion", "sgd"]
 """The update rules. Adam and AdamW are one: they differ in the scalar table."""
 
 
-class RowMap(NamedTuple):
+class StorageFormat(NamedTuple):
+    """How the elements of a master or of a moment are stored."""
+
+    dtype: torch.dtype
+    scaled: bool = False
+    """Whether every block has a scale of one byte beside its elements."""
+
+    @property
+    def bytes(self) -> float:
+        """Bytes per element, its share of a scale included."""
+        return self.dtype.itemsize + (1 / BLOCK if self.scaled else 0.0)
+
+
+MASTERS: Mapping[str, StorageFormat | None] = {
+    "fp32": StorageFormat(torch.float32),
+    "split32": StorageFormat(torch.int16),
+    "split24": StorageFormat(torch.int8),
+    "none": None,
+}
+"""What is stored beside a 16-bit parameter, by the names that `Precision.master`
+has."""
+
+MOMENTS: Mapping[str, StorageFormat] = {
+    "fp32": StorageFormat(torch.float32),
+    "bf16": StorageFormat(torch.bfloat16),
+    "8bit": StorageFormat(torch.uint8, scaled=True),
+}
+"""The formats of moments, by the names that `Precision.moments` has."""
+
+
+class ColumnMap(NamedTuple):
     """Which part of which parameter each block of a shard is."""
 
-    block_row: Tensor
-    """int32 [S / BLOCK], on the shard's device: the row of each block."""
+    block_column: Tensor
+    """int32 [S / BLOCK], on the shard's device: the column of each block."""
 
     origin: Tensor
-    """int64 [R], on the shard's device: block b of the shard is block b + origin[row] of its parameter."""
+    """int64 [R], on the shard's device: block b of the shard is block b +
+    origin[column] of its parameter."""
 
     runs: tuple[tuple[int, int, int, int], ...]
-    """The same on the host, for the CPU: (first block, end block, row, origin) of each stretch of one parameter."""
+    """The same on the host, for the CPU: (first block, end block, column, origin) of
+    each stretch of one parameter."""
 
 
 class Moment(NamedTuple):
@@ -57,7 +106,8 @@ class Moment(NamedTuple):
     """fp32 or bf16 [S], or uint8 [S]: the codes of 8-bit blocks."""
 
     scale: Tensor | None = None
-    """uint8 [S / BLOCK]: the biased exponent (E8M0) of each 8-bit block; None for the other formats."""
+    """uint8 [S / BLOCK]: the biased exponent (E8M0) of each 8-bit block; None for the
+    other formats."""
 
 
 class Shard(NamedTuple):
@@ -67,54 +117,93 @@ class Shard(NamedTuple):
     """[S], this rank's slot of the gather buffer. fp32, bf16 or fp16."""
 
     master: Tensor | None
-    """What makes a 16-bit parameter precise: fp32 [S], master weights of their own; int16 [S], the low half of a split
-    fp32 master whose high half is the bf16 parameter; int8 [S], the low byte of a 24-bit one; or None: an fp32
-    parameter is its own master, and a bf16 parameter is rounded stochastically."""
+    """What makes a 16-bit parameter precise: fp32 [S], master weights of their own;
+    int16 [S], the low half of a split fp32 master whose high half is the bf16
+    parameter; int8 [S], the low byte of a 24-bit one; or None: an fp32 parameter is its
+    own master, and a bf16 parameter is rounded stochastically."""
 
-    exp_avg: Moment | None
+    first: Moment | None
     """First moment, or SGD's momentum buffer; None for SGD without momentum."""
 
-    exp_avg_sq: Moment | None = None
+    second: Moment | None = None
     """Second moment, of Adam. 8-bit blocks store its root."""
 
-    max_exp_avg_sq: Moment | None = None
+    largest: Moment | None = None
     """Largest second moment so far (amsgrad), fp32 or bf16."""
+
+    @property
+    def moments(self) -> tuple[Moment | None, Moment | None, Moment | None]:
+        """First, second and largest."""
+        return self.first, self.second, self.largest
 
     def tensors(self) -> list[Tensor]:
         """Return every tensor that an update writes."""
-        moments = [moment for moment in self[2:] if moment is not None]
-        return [t for t in (self.param, self.master, *(t for m in moments for t in m)) if t is not None]
+        found = [self.param]
+        if self.master is not None:
+            found.append(self.master)
+        for moment in self.moments:
+            if moment is not None:
+                found.append(moment.values)
+                if moment.scale is not None:
+                    found.append(moment.scale)
+        return found
 
 
 def check_states(rule: Rule, shard: Shard) -> None:
-    """Check that a shard has the states of its rule, each in a format that the kernels know.
+    """Check that a shard has the states of its rule, each in a format that the kernels
+    know.
 
     Raises:
         ValueError: it has other states.
         TypeError: a format that is not known.
     """
-    has = shard.exp_avg is not None, shard.exp_avg_sq is not None, shard.max_exp_avg_sq is not None
-    allowed = {"adam": ((True, True),), "lion": ((True, False),), "sgd": ((True, False), (False, False))}
-    if has[:2] not in allowed[rule] or (has[2] and rule != "adam"):
-        raise ValueError(f"update_: {rule!r} was given (exp_avg, exp_avg_sq, max_exp_avg_sq) = {has}")
-    if shard.master is None:
-        known = shard.param.dtype in (torch.float32, torch.bfloat16)
-    elif shard.master.dtype in (torch.int16, torch.int8):
-        known = shard.param.dtype == torch.bfloat16
-    else:
-        known = shard.master.dtype == torch.float32 and shard.param.dtype in (torch.bfloat16, torch.float16)
-    if not known:
-        master = None if shard.master is None else shard.master.dtype
-        raise TypeError(
-            f"update_: param {shard.param.dtype} with master {master}; known are float32 alone, a 16-bit param with a "
-            "float32 master, bfloat16 with int16 (split32), int8 (split24) or no master"
+    first, second, largest = (moment is not None for moment in shard.moments)
+    allowed = {
+        "adam": ((True, True),),
+        "lion": ((True, False),),
+        "sgd": ((True, False), (False, False)),
+    }
+    if (first, second) not in allowed[rule] or (largest and rule != "adam"):
+        raise ValueError(
+            f"update_: {rule!r} was given (first, second, largest) ="
+            f" {(first, second, largest)}"
         )
-    for moment in shard[2:]:
-        if moment is None:
-            continue
-        if moment.values.dtype not in (torch.float32, torch.bfloat16, torch.uint8):
-            raise TypeError(f"update_: moment {moment.values.dtype} must be float32, bfloat16, or uint8 with scales")
-        scales = None if moment.scale is None else (moment.scale.dtype, moment.scale.numel())
-        needed = (torch.uint8, moment.values.numel() // BLOCK) if moment.values.dtype == torch.uint8 else None
-        if scales != needed or (moment is shard.max_exp_avg_sq and needed is not None):
-            raise TypeError(f"update_: moment {moment.values.dtype} has scales {scales}; it must have {needed}")
+    _check_weights(shard)
+    for moment in shard.moments:
+        if moment is not None:
+            _check_moment(moment, may_be_scaled=moment is not shard.largest)
+
+
+def _check_weights(shard: Shard) -> None:
+    param = shard.param.dtype
+    master = None if shard.master is None else shard.master.dtype
+    if master is None:
+        known = param in (torch.float32, torch.bfloat16)
+    elif master == torch.float32:
+        known = param in (torch.bfloat16, torch.float16)
+    else:
+        known = param == torch.bfloat16 and master in (torch.int16, torch.int8)
+    if not known:
+        raise TypeError(
+            f"update_: param {param} with master {master}; known are float32 alone, a"
+            " 16-bit param with a float32 master, bfloat16 with int16 (split32), int8"
+            " (split24) or no master"
+        )
+
+
+def _check_moment(moment: Moment, *, may_be_scaled: bool) -> None:
+    dtype = moment.values.dtype
+    if dtype not in {form.dtype for form in MOMENTS.values()}:
+        raise TypeError(
+            f"update_: moment {dtype} must be float32, bfloat16, or uint8 with scales"
+        )
+    found = None
+    if moment.scale is not None:
+        found = moment.scale.dtype, moment.scale.numel()
+    needed = None
+    if dtype == torch.uint8:
+        needed = torch.uint8, moment.values.numel() // BLOCK
+    if found != needed or (needed is not None and not may_be_scaled):
+        raise TypeError(
+            f"update_: moment {dtype} has scales {found}; it must have {needed}"
+        )

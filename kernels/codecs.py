@@ -1,10 +1,13 @@
-"""The storage formats in plain torch: the specification of every device function in `formats.py`, bit for bit.
+"""The storage formats in plain torch: the specification of every device function in
+`formats.py`, bit for bit.
 
-A rounding that must not be biased is stochastic: it goes up with the probability of the part that is cut off. Its
-random bits are a hash of (key of parameter and step, index of the element in its parameter), so they depend neither on
-the world size nor on buckets or stages, and torch's generators are never touched.
+A rounding that must not be biased is stochastic: it goes up with the probability of the
+part that is cut off. Its random bits are a hash of (key of parameter and step, index of
+the element in its parameter), so they depend neither on the world size nor on buckets
+or stages, and torch's generators are never touched.
 
-What is added is derived from magnitudes as integers, so what is representable is never changed, and zero stays zero.
+What is added is derived from magnitudes as integers, so what is representable is never
+changed, and zero stays zero.
 """
 
 from __future__ import annotations
@@ -21,25 +24,31 @@ NAN = 0x7FC0
 
 WORD = 0xFFFFFFFF
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-"""2^64 over the golden ratio, as int64: consecutive multiples lie far apart (Knuth, TAOCP 6.4)."""
+"""2^64 over the golden ratio, as int64: consecutive multiples lie far apart (Knuth,
+TAOCP 6.4)."""
 
 MIX64 = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
-"""Multipliers of SplitMix64's finaliser (Steele, Lea and Flood, OOPSLA 2014; Stafford's variant 13)."""
+"""Multipliers of SplitMix64's finaliser (Steele, Lea and Flood, OOPSLA 2014; Stafford's
+variant 13)."""
 
 LANE = 0x9E3779B1
-"""2^32 over the golden ratio, made odd: a product with it spreads what differs in low bits over the upper ones."""
+"""2^32 over the golden ratio, made odd: a product with it spreads what differs in low
+bits over the upper ones."""
 
 MIX32 = (0x7FEB352D, 0x846CA68B)
-"""Multipliers of a 32-bit mixing function with low bias (C. Wellons, hash-prospector)."""
+"""Multipliers of a 32-bit mixing function with low bias (C. Wellons,
+hash-prospector)."""
 
 
 class Format8(NamedTuple):
-    """An 8-bit float: 3 bits of exponent, `mantissa` bits, subnormals, and a power-of-two scale per block of 64."""
+    """An 8-bit float: 3 bits of exponent, `mantissa` bits, subnormals, and a
+    power-of-two scale per block of 64."""
 
     mantissa: int
     signed: bool
     floor: int
-    """Least scale: far above the least fp32 exponent, so that no step, and no square of one, underflows."""
+    """Least scale: far above the least fp32 exponent, so that no step, and no square of
+    one, underflows."""
 
     @property
     def largest(self) -> int:
@@ -48,10 +57,12 @@ class Format8(NamedTuple):
 
 
 E3M4 = Format8(mantissa=4, signed=True, floor=16)
-"""First moments: a sign and 7 bits; steps of 3 to 6 % down to 1/64 of the block's largest, then even steps."""
+"""First moments: a sign and 7 bits; steps of 3 to 6 % down to 1/64 of the block's
+largest, then even steps."""
 
 UE3M5 = Format8(mantissa=5, signed=False, floor=75)
-"""Roots of second moments: 8 bits, steps of 1.6 to 3 %. Never 0 unless the moment is, for it divides."""
+"""Roots of second moments: 8 bits, steps of 1.6 to 3 %. Never 0 unless the moment is,
+for it divides."""
 
 
 # ---------------------------------------------------------------- random bits
@@ -79,7 +90,8 @@ def random_words(key: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
         blocks: int64 [n], indices of blocks in the parameter.
 
     Returns:
-        int64 [n * BLOCK], twice. The first serves the moments (16 bits each); of the second the lower half serves the
+        int64 [n * BLOCK], twice. The first serves the moments (16 bits each); of the
+            second the lower half serves the
         largest moment and the upper one the weight.
     """
     block_key = mix64(key + blocks * GOLDEN)[:, None]
@@ -111,7 +123,8 @@ def bf16_from_bits(bits: Tensor) -> Tensor:
 def bf16_stochastic(x: Tensor, random: Tensor) -> Tensor:
     """Round fp32 to bf16, up or down at random so that the expectation is x.
 
-    NaN stays NaN, infinity infinity; a finite number stays finite: past the largest bf16, 3.3895e38, it saturates.
+    NaN stays NaN, infinity infinity; a finite number stays finite: past the largest
+    bf16, 3.3895e38, it saturates.
 
     Args:
         x: fp32.
@@ -121,11 +134,14 @@ def bf16_stochastic(x: Tensor, random: Tensor) -> Tensor:
     rounded = bits + random >> 16
     rounded = torch.where(rounded & 0x7FFF == 0x7F80, rounded - 1, rounded)
     special = torch.where(x.isnan(), NAN, bits >> 16)
-    return bf16_from_bits(torch.where(bits & 0x7F800000 == 0x7F800000, special, rounded))
+    return bf16_from_bits(
+        torch.where(bits & 0x7F800000 == 0x7F800000, special, rounded)
+    )
 
 
 def nearest_high(bits: Tensor) -> Tensor:
-    """Return the upper half of fp32 patterns after rounding to bf16, to nearest even. For what is not NaN."""
+    """Return the upper half of fp32 patterns after rounding to bf16, to nearest even.
+    For what is not NaN."""
     return bits + 0x7FFF + (bits >> 16 & 1) >> 16
 
 
@@ -133,11 +149,13 @@ def nearest_high(bits: Tensor) -> Tensor:
 
 
 def split32(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Split fp32 into its bf16 rounding and 16 more bits, from which `join32` makes x again.
+    """Split fp32 into its bf16 rounding and 16 more bits, from which `join32` makes x
+    again.
 
-    The high half is torch's cast to bf16, bit for bit. The low half is the distance from it in fp32 steps. 65,537
-    numbers round to an even bf16 (both ties do), and 16 bits tell 65,536 apart; so the upper tie, one number in
-    131,072, is moved by one fp32 step toward zero. Every other number comes back exactly. NaN stays NaN.
+    The high half is torch's cast to bf16, bit for bit. The low half is the distance
+    from it in fp32 steps. 65,537 numbers round to an even bf16 (both ties do), and 16
+    bits tell 65,536 apart; so the upper tie, one number in 131,072, is moved by one
+    fp32 step toward zero. Every other number comes back exactly. NaN stays NaN.
 
     Args:
         x: fp32.
@@ -149,7 +167,9 @@ def split32(x: Tensor) -> tuple[Tensor, Tensor]:
     high = nearest_high(bits)
     low = (bits - (high << 16)).clamp(max=0x7FFF)
     nan = x.isnan()
-    return bf16_from_bits(high.masked_fill(nan, NAN)), low.masked_fill(nan, 0).to(torch.int16)
+    return bf16_from_bits(high.masked_fill(nan, NAN)), low.masked_fill(nan, 0).to(
+        torch.int16
+    )
 
 
 def join32(high: Tensor, low: Tensor) -> Tensor:
@@ -158,9 +178,11 @@ def join32(high: Tensor, low: Tensor) -> Tensor:
 
 
 def split24(x: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
-    """Split fp32, rounded stochastically to 24 bits, into its bf16 rounding and 8 more bits.
+    """Split fp32, rounded stochastically to 24 bits, into its bf16 rounding and 8 more
+    bits.
 
-    What has no code (the upper tie, as in `split32`) goes one 24-bit step up or down, by one more random bit.
+    What has no code (the upper tie, as in `split32`) goes one 24-bit step up or down,
+    by one more random bit.
 
     Args:
         x: fp32.
@@ -178,7 +200,9 @@ def split24(x: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
     high = nearest_high(rounded)
     low = rounded - (high << 16) >> 8
     nan = x.isnan()
-    return bf16_from_bits(high.masked_fill(nan, NAN)), low.masked_fill(nan, 0).to(torch.int8)
+    return bf16_from_bits(high.masked_fill(nan, NAN)), low.masked_fill(nan, 0).to(
+        torch.int8
+    )
 
 
 def join24(high: Tensor, low: Tensor) -> Tensor:
@@ -192,8 +216,9 @@ def join24(high: Tensor, low: Tensor) -> Tensor:
 def encode8(x: Tensor, random: Tensor, form: Format8) -> tuple[Tensor, Tensor]:
     """Round fp32 stochastically to 8-bit floats with one scale per block.
 
-    The scale is the least power of two for which the block's largest magnitude has a code, so rounding up cannot
-    overflow. What is not finite counts as the largest fp32 number.
+    The scale is the least power of two for which the block's largest magnitude has a
+    code, so rounding up cannot overflow. What is not finite counts as the largest fp32
+    number.
 
     Args:
         x: fp32 [n * BLOCK].
@@ -208,11 +233,15 @@ def encode8(x: Tensor, random: Tensor, form: Format8) -> tuple[Tensor, Tensor]:
     m = form.mantissa
     largest = magnitude.amax(dim=1, keepdim=True)
     scale = (largest + (1 << 23 - m) - 1 >> 23).clamp(form.floor, 254)
-    steps = from_bits(magnitude) * from_bits(260 + m - scale << 23)  # in units of the smallest step
-    below = steps < 1 << m  # subnormal codes: even steps, as in the binade above, once this is added
+    # In units of the smallest step.
+    steps = from_bits(magnitude) * from_bits(260 + m - scale << 23)
+    # Subnormal codes: even steps, as in the binade above, once this is added.
+    below = steps < 1 << m
     steps = torch.where(below, steps + float(1 << m), steps)
     codes = bits_of(steps) + (random.view(-1, BLOCK) << 7 - m) >> 23 - m
-    codes = (codes - torch.where(below, 127 + m << m, 126 + m << m)).clamp(max=form.largest)
+    codes = (codes - torch.where(below, 127 + m << m, 126 + m << m)).clamp(
+        max=form.largest
+    )
     if form.signed:
         negative = (bits >> 31 & 1).masked_fill(x.isnan(), 0).view(-1, BLOCK)
         codes = codes | negative << 7
@@ -222,11 +251,16 @@ def encode8(x: Tensor, random: Tensor, form: Format8) -> tuple[Tensor, Tensor]:
 
 
 def decode8(codes: Tensor, scale: Tensor, form: Format8) -> Tensor:
-    """Return the fp32 numbers [n * BLOCK] of 8-bit codes; `encode8` gives them back as they are."""
+    """Return the fp32 numbers [n * BLOCK] of 8-bit codes; `encode8` gives them back as
+    they are."""
     m = form.mantissa
     code = codes.long().view(-1, BLOCK)
     magnitude = code & form.largest
     exponent = magnitude >> m
-    steps = torch.where(exponent == 0, magnitude, (magnitude & (1 << m) - 1 | 1 << m) << (exponent - 1).clamp(min=0))
+    steps = torch.where(
+        exponent == 0,
+        magnitude,
+        (magnitude & (1 << m) - 1 | 1 << m) << (exponent - 1).clamp(min=0),
+    )
     x = steps.float() * from_bits(scale.long()[:, None] - 6 - m << 23)
     return torch.where(code > form.largest, -x, x).view(-1)

@@ -1,9 +1,10 @@
-"""How a number is stored: device functions between fp32 and the storage formats. Twins, and what each format is for, in
-`codecs.py`.
+"""How a number is stored: device functions between fp32 and the storage formats. Twins,
+and what each format is for, in `codecs.py`.
 
-Rounding is done in integer arithmetic. Triton's interpreter truncates to bf16 where a GPU rounds to nearest even, and
-breaks bf16 subnormals; integers give the same bits in both, so what the tests verify is what ships. They also keep
-compilers from folding a round trip through a storage format away.
+Rounding is done in integer arithmetic. Triton's interpreter truncates to bf16 where a
+GPU rounds to nearest even, and breaks bf16 subnormals; integers give the same bits in
+both, so what the tests verify is what ships. They also keep compilers from folding a
+round trip through a storage format away.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
-TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+TRITON_DTYPE = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
 """The floating formats, and what Triton calls them."""
 
 
@@ -39,8 +44,10 @@ def widen(x):
 
 @triton.jit
 def nearest_high(bits):
-    """Return the upper half of fp32 patterns after rounding to bf16, to nearest even. For what is not NaN."""
-    # 0x7FFF plus the last bit that stays carries into it exactly when nearest even rounds up.
+    """Return the upper half of fp32 patterns after rounding to bf16, to nearest even.
+    For what is not NaN."""
+    # 0x7FFF plus the last bit that stays carries into it exactly when nearest even
+    # rounds up.
     return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
 
 
@@ -52,9 +59,11 @@ def bf16_from_bits(bits):
 
 @triton.jit
 def narrow(x, dtype: tl.constexpr):
-    """Return x (fp32) as dtype (bf16, fp16 or fp32), rounded to nearest even. NaN stays NaN."""
+    """Return x (fp32) as dtype (bf16, fp16 or fp32), rounded to nearest even. NaN stays
+    NaN."""
     if dtype == tl.bfloat16:
-        # The carry would turn the NaN 0x7FFFFFFF into -0.0, hence the quiet NaN beside it.
+        # The carry would turn the NaN 0x7FFFFFFF into -0.0, hence the quiet NaN beside
+        # it.
         return bf16_from_bits(tl.where(x == x, nearest_high(bits_of(x)), 0x7FC0))
     else:
         return x.to(dtype)
@@ -62,7 +71,8 @@ def narrow(x, dtype: tl.constexpr):
 
 @triton.jit
 def finite_room(bits, random):
-    """Return random bits (uint32), cut so that adding them to a pattern never reaches infinity, nor leaves it."""
+    """Return random bits (uint32), cut so that adding them to a pattern never reaches
+    infinity, nor leaves it."""
     room = 0x7F7FFFFF - (bits & 0x7FFFFFFF).to(tl.int32)
     random = random.to(tl.int32)
     random = tl.where(random > room, room, random)
@@ -71,7 +81,8 @@ def finite_room(bits, random):
 
 @triton.jit
 def bf16_stochastic(x, random):
-    """Return x (fp32) as bf16, rounded up or down by 16 random bits. Finite numbers stay finite."""
+    """Return x (fp32) as bf16, rounded up or down by 16 random bits. Finite numbers
+    stay finite."""
     bits = bits_of(x)
     rounded = bits + finite_room(bits, random)
     return bf16_from_bits(tl.where(x == x, rounded, 0x7FC00000) >> 16)
@@ -79,7 +90,8 @@ def bf16_stochastic(x, random):
 
 @triton.jit
 def split32(x):
-    """Return the bf16 rounding of x (fp32) and its int16 distance from it. The inverse is `join`."""
+    """Return the bf16 rounding of x (fp32) and its int16 distance from it. The inverse
+    is `join`."""
     bits = tl.where(x == x, bits_of(x), 0x7FC00000)
     high = nearest_high(bits)
     low = (bits - (high << 16)).to(tl.int32, bitcast=True)
@@ -88,7 +100,8 @@ def split32(x):
 
 @triton.jit
 def split24(x, random):
-    """Return the bf16 rounding and an int8 low byte of x (fp32), rounded to 24 bits by 9 random bits."""
+    """Return the bf16 rounding and an int8 low byte of x (fp32), rounded to 24 bits by
+    9 random bits."""
     bits = tl.where(x == x, bits_of(x), 0x7FC00000)
     rounded = (bits + finite_room(bits, random & 0xFF)) & 0xFFFFFF00
     beside = tl.where((random & 0x100) != 0, rounded + 0x100, rounded - 0x100)
@@ -100,7 +113,8 @@ def split24(x, random):
 
 @triton.jit
 def join(high, low):
-    """Return the fp32 numbers that `split32` (int16 low) or `split24` (int8 low) took apart."""
+    """Return the fp32 numbers that `split32` (int16 low) or `split24` (int8 low) took
+    apart."""
     top = high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
     distance = low.to(tl.int32)
     if low.dtype == tl.int8:
@@ -109,18 +123,28 @@ def join(high, low):
 
 
 @triton.jit
-def encode8(x, random, MANTISSA: tl.constexpr, SIGNED: tl.constexpr, FLOOR: tl.constexpr):
-    """Return the uint8 codes of x (fp32 [rows, BLOCK]), rounded by 16 random bits, and the uint8 scales [rows, 1].
+def encode8(
+    x, random, MANTISSA: tl.constexpr, SIGNED: tl.constexpr, FLOOR: tl.constexpr
+):
+    """Return the uint8 codes of x (fp32 [rows, BLOCK]), rounded by 16 random bits, and
+    the uint8 scales [rows, 1].
 
-    Scaled to the least exponents of fp32, a number's own bits end in those of its code, subnormal ones too.
+    Scaled to the least exponents of fp32, a number's own bits end in those of its code,
+    subnormal ones too.
     """
     # What lies beyond the largest code of the largest scale gets that code.
     largest: tl.constexpr = 0x7F800000 - (1 << (23 - MANTISSA))
     magnitude = bits_of(x) & 0x7FFFFFFF
     magnitude = tl.where(magnitude > largest, largest, magnitude)
-    scale = (tl.max(magnitude.to(tl.int32), axis=1, keep_dims=True) + ((1 << (23 - MANTISSA)) - 1)) >> 23
+    scale = (
+        tl.max(magnitude.to(tl.int32), axis=1, keep_dims=True)
+        + ((1 << (23 - MANTISSA)) - 1)
+    ) >> 23
     scale = tl.where(scale < FLOOR, FLOOR, scale).to(tl.uint32)
-    tiny = from_bits(magnitude) * from_bits((260 - scale) << 23) * 1.1754943508222875e-38  # 2 ** -126
+    # 2 ** -126.
+    tiny = (
+        from_bits(magnitude) * from_bits((260 - scale) << 23) * 1.1754943508222875e-38
+    )
     codes = (bits_of(tiny) + (random << (7 - MANTISSA))) >> (23 - MANTISSA)
     if SIGNED:
         codes = codes | tl.where(x == x, (bits_of(x) >> 31) << 7, 0)
@@ -132,19 +156,25 @@ def encode8(x, random, MANTISSA: tl.constexpr, SIGNED: tl.constexpr, FLOOR: tl.c
 
 @triton.jit
 def decode8(codes, scale, MANTISSA: tl.constexpr, SIGNED: tl.constexpr):
-    """Return the fp32 numbers of uint8 codes [rows, BLOCK] and scales [rows, 1]. Exact."""
+    """Return the fp32 numbers of uint8 codes [rows, BLOCK] and scales [rows, 1].
+    Exact."""
     code = codes.to(tl.uint32)
     bits = (code & ((8 << MANTISSA) - 1)) << (23 - MANTISSA)
     if SIGNED:
         bits = bits | ((code >> 7) << 31)
-    return from_bits(bits) * 1.329227995784916e36 * from_bits(scale.to(tl.uint32) << 23)  # 2 ** 120
+    # 2 ** 120.
+    return from_bits(bits) * 1.329227995784916e36 * from_bits(scale.to(tl.uint32) << 23)
 
 
 @triton.jit
 def mix64(x):
     """Return a bijective hash of int64 words."""
-    x = (x ^ (x.to(tl.uint64, bitcast=True) >> 30).to(tl.int64, bitcast=True)) * -4658895280553007687
-    x = (x ^ (x.to(tl.uint64, bitcast=True) >> 27).to(tl.int64, bitcast=True)) * -7723592293110705685
+    x = (
+        x ^ (x.to(tl.uint64, bitcast=True) >> 30).to(tl.int64, bitcast=True)
+    ) * -4658895280553007687
+    x = (
+        x ^ (x.to(tl.uint64, bitcast=True) >> 27).to(tl.int64, bitcast=True)
+    ) * -7723592293110705685
     return x ^ (x.to(tl.uint64, bitcast=True) >> 31).to(tl.int64, bitcast=True)
 
 
@@ -167,5 +197,7 @@ def random_words(key, block, BLOCK: tl.constexpr):
     block_key = mix64(key + block * -7046029254386353131)
     lanes = (tl.arange(0, BLOCK)[None, :]).to(tl.uint32) * 0x9E3779B1
     first = mix32(block_key.to(tl.uint32) + lanes)
-    second = (first ^ (block_key.to(tl.uint64, bitcast=True) >> 32).to(tl.uint32)) * 0x9E3779B1
+    second = (
+        first ^ (block_key.to(tl.uint64, bitcast=True) >> 32).to(tl.uint32)
+    ) * 0x9E3779B1
     return first, second ^ (second >> 16)

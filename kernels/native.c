@@ -11,7 +11,7 @@ enum { BLOCK = 64, PARTIAL = 4096, LANES = 16, AHEAD = 256 };
 enum format { NONE, FP32, BF16, FP16, MASTER, SPLIT32, SPLIT24, BLOCK8 };
 enum rule { ADAM, LION, SGD };
 
-/* Row k of the table is table[k * rows]; the order is that of arguments.TABLE. */
+/* Entry k of a column is table[k * columns + column]; the order is that of arguments.TABLE. */
 enum { COEF, BETA1, ONE_MINUS_BETA1, BETA2, ONE_MINUS_BETA2, STEP_SIZE, INV_SQRT_C2, EPS, DECAY, L2, NESTEROV, ACTIVE,
        COLUMNS };
 
@@ -26,11 +26,11 @@ struct update {
     void *param, *master;
     const void *grad;
     int64_t param_format, weight_format, grad_format;
-    struct moment exp_avg, exp_avg_sq, max_exp_avg_sq;
+    struct moment first, second, largest;
     const float *table;
     const int64_t *keys, *origin;
-    const int32_t *block_row;
-    int64_t rows, blocks, rule, l2, threads;
+    const int32_t *block_column;
+    int64_t columns, blocks, rule, l2, threads;
 };
 
 #define LANE 0x9e3779b1u
@@ -274,7 +274,7 @@ INLINE void fetch(const void *stream, int64_t at, int format, int written) {
             __builtin_prefetch(address + line, 0);
 }
 
-/* One block with formats that are constants, where it pays, or read from u. c: the scalars of its row, eight times. */
+/* One block with formats that are constants, where it pays, or read from u. c: the scalars of its column, eight times. */
 INLINE void update_block(const struct update *u, int64_t block, uint64_t key, const floats *c, int rule, int weights,
                          int first, int second, int most, int plain) {
     const int for_weights = weights == BF16 || weights == SPLIT24 || most == BF16;
@@ -288,8 +288,8 @@ INLINE void update_block(const struct update *u, int64_t block, uint64_t key, co
         fetch(u->grad, at, plain ? FP32 : (int)u->grad_format, 0);
         fetch(u->master, at, weights, 1);
         if (weights >= MASTER) fetch(u->param, at, BF16, 1);
-        fetch(u->exp_avg.values, at, first, 1);
-        fetch(u->exp_avg_sq.values, at, second, 1);
+        fetch(u->first.values, at, first, 1);
+        fetch(u->second.values, at, second, 1);
         load(g, u->grad, plain ? FP32 : u->grad_format, at, plain);
         FOUR(g[k] *= c[COEF];)
         if (u->l2 && c[L2][0] != 0.0f) {
@@ -297,11 +297,11 @@ INLINE void update_block(const struct update *u, int64_t block, uint64_t key, co
             FOUR(g[k] = g[k] + c[L2] * w[k];)
         }
         if (rule == ADAM) {
-            load_moment(v, &u->exp_avg_sq, second, at, ROOT, plain);
+            load_moment(v, &u->second, second, at, ROOT, plain);
             if (second == BLOCK8) FOUR(v[k] = v[k] * v[k];)
             FOUR(v[k] = c[BETA2] * v[k] + c[ONE_MINUS_BETA2] * (g[k] * g[k]);)
         }
-        if (first) load_moment(m, &u->exp_avg, first, at, FIRST, plain);
+        if (first) load_moment(m, &u->first, first, at, FIRST, plain);
         if (rule == LION) {
             FOUR(step[k] = sign_of(c[BETA1] * m[k] + c[ONE_MINUS_BETA1] * g[k]) * c[STEP_SIZE];)
             FOUR(m[k] = c[BETA2] * m[k] + c[ONE_MINUS_BETA2] * g[k];)
@@ -309,12 +309,12 @@ INLINE void update_block(const struct update *u, int64_t block, uint64_t key, co
             FOUR(m[k] = c[BETA1] * m[k] + c[ONE_MINUS_BETA1] * g[k];)
         FOUR(if (first == BLOCK8) largest_first = greater(largest_first, (words)m[k] & 0x7fffffffu);)
         if (for_moments) draw(random, drawn, key, (uint32_t)i, for_weights);
-        if (first) store_moment(&u->exp_avg, first, at, m, random, 0, kept.first + i / EIGHT, plain);
+        if (first) store_moment(&u->first, first, at, m, random, 0, kept.first + i / EIGHT, plain);
         if (rule == ADAM) {
             floats root[4];
             FOUR(root[k] = root_of(v[k]); largest_root = greater(largest_root, (words)root[k]);)
-            store_moment(&u->exp_avg_sq, second, at, second == BLOCK8 ? root : v, random, 1, kept.root + i / EIGHT, plain);
-            if (most) root_of_largest(root, &u->max_exp_avg_sq, most, at, v, drawn, plain);
+            store_moment(&u->second, second, at, second == BLOCK8 ? root : v, random, 1, kept.root + i / EIGHT, plain);
+            if (most) root_of_largest(root, &u->largest, most, at, v, drawn, plain);
             FOUR(step[k] = (m[k] * c[STEP_SIZE]) / (root[k] * c[INV_SQRT_C2] + c[EPS]);)
         }
         if (rule == SGD) {
@@ -327,31 +327,31 @@ INLINE void update_block(const struct update *u, int64_t block, uint64_t key, co
         store_weights(u, weights, at, w, drawn, plain);
     }
     uint32_t first_scale = 0, root_scale = 0;
-    if (first == BLOCK8) first_scale = store_scale(&u->exp_avg, block, kept.first, largest_first, FIRST);
-    if (second == BLOCK8) root_scale = store_scale(&u->exp_avg_sq, block, kept.root, largest_root, ROOT);
-    if (first == BLOCK8) store8(&u->exp_avg, block, kept.first, kept.random, first_scale, FIRST);
-    if (second == BLOCK8) store8(&u->exp_avg_sq, block, kept.root, kept.random, root_scale, ROOT);
+    if (first == BLOCK8) first_scale = store_scale(&u->first, block, kept.first, largest_first, FIRST);
+    if (second == BLOCK8) root_scale = store_scale(&u->second, block, kept.root, largest_root, ROOT);
+    if (first == BLOCK8) store8(&u->first, block, kept.first, kept.random, first_scale, FIRST);
+    if (second == BLOCK8) store8(&u->second, block, kept.root, kept.random, root_scale, ROOT);
 }
 
 /* The scalars of a parameter are spread over vectors when it begins, not at each of its blocks. */
 INLINE void update_blocks(const struct update *u, int64_t block, int64_t end, int rule, int weights, int first,
                           int second, int most, int plain) {
     floats c[COLUMNS] = {{0}};
-    for (int32_t row = -1; block < end; block++) {
-        if (u->block_row[block] != row) {
-            row = u->block_row[block];
-            for (int k = 0; k < COLUMNS; k++) c[k] = fill_floats(u->table[k * u->rows + row]);
+    for (int32_t column = -1; block < end; block++) {
+        if (u->block_column[block] != column) {
+            column = u->block_column[block];
+            for (int k = 0; k < COLUMNS; k++) c[k] = fill_floats(u->table[k * u->columns + column]);
         }
         if (c[ACTIVE][0] == 0.0f) continue;
-        uint64_t key = mix64((uint64_t)u->keys[row] + (uint64_t)(block + u->origin[row]) * 0x9e3779b97f4a7c15u);
+        uint64_t key = mix64((uint64_t)u->keys[column] + (uint64_t)(block + u->origin[column]) * 0x9e3779b97f4a7c15u);
         update_block(u, block, key, c, rule, weights, first, second, most, plain);
     }
 }
 
 INLINE void adam(const struct update *u, int64_t block, int64_t end, int weights) {
-    if (u->exp_avg.format == FP32)
+    if (u->first.format == FP32)
         update_blocks(u, block, end, ADAM, weights, FP32, FP32, NONE, 0);
-    else if (u->exp_avg.format == BF16)
+    else if (u->first.format == BF16)
         update_blocks(u, block, end, ADAM, weights, BF16, BF16, NONE, 0);
     else
         update_blocks(u, block, end, ADAM, weights, BLOCK8, BLOCK8, NONE, 0);
@@ -368,13 +368,13 @@ static void adam_plain(const struct update *u, int64_t block, int64_t end) {
 }
 
 static void any_plain(const struct update *u, int64_t block, int64_t end) {
-    update_blocks(u, block, end, (int)u->rule, FP32, u->exp_avg.format ? FP32 : NONE, FP32,
-                  u->max_exp_avg_sq.format ? FP32 : NONE, 1);
+    update_blocks(u, block, end, (int)u->rule, FP32, u->first.format ? FP32 : NONE, FP32,
+                  u->largest.format ? FP32 : NONE, 1);
 }
 
 static void any(const struct update *u, int64_t block, int64_t end) {
-    update_blocks(u, block, end, (int)u->rule, (int)u->weight_format, (int)u->exp_avg.format, (int)u->exp_avg_sq.format,
-                  (int)u->max_exp_avg_sq.format, 0);
+    update_blocks(u, block, end, (int)u->rule, (int)u->weight_format, (int)u->first.format, (int)u->second.format,
+                  (int)u->largest.format, 0);
 }
 
 void zerokern_update(const struct update *u) {
@@ -384,9 +384,9 @@ void zerokern_update(const struct update *u) {
                             [BF16] = adam_bf16,
                             [SPLIT32] = adam_split32,
                             [SPLIT24] = adam_split24};
-    int common = u->rule == ADAM && u->exp_avg.format == u->exp_avg_sq.format && u->max_exp_avg_sq.format == NONE;
-    int plain = u->weight_format == FP32 && u->grad_format == FP32 && u->exp_avg.format <= FP32 &&
-                u->exp_avg_sq.format <= FP32 && u->max_exp_avg_sq.format <= FP32;
+    int common = u->rule == ADAM && u->first.format == u->second.format && u->largest.format == NONE;
+    int plain = u->weight_format == FP32 && u->grad_format == FP32 && u->first.format <= FP32 &&
+                u->second.format <= FP32 && u->largest.format <= FP32;
     range *const update = plain ? (common ? adam_plain : any_plain) : common ? adams[u->weight_format] : any;
 #pragma omp parallel for schedule(static) num_threads((int)u->threads) if (u->threads > 1)
     for (int64_t block = 0; block < u->blocks; block += BLOCK)

@@ -1,7 +1,7 @@
 """Many tensors -> one bucket in one launch, and the way back. Letters: T tensors.
 
-The kernel finds its tensors through a table of addresses in device memory, so their number costs no launches, and
-either side may be the bucket.
+The kernel finds its tensors through a table of addresses in device memory, so their
+number costs no launches, and either side may be the bucket.
 """
 
 from __future__ import annotations
@@ -41,36 +41,53 @@ def pack_kernel(
     """Copy one tile of one tensor.
 
     Maths:      destination = cast(fp32(source) * scale)
-    Grid:       (sum of cdiv(elements, TILE) over the tensors,); a program owns one tile of one tensor.
-    Reads:      source, any number of tensors            bytes per element: source
-                table int64 [4 * T + tiles]: of each tensor the source address, destination address, elements and first
-                tile; then the tensor of each tile. 40 bytes per program.
-    Writes:     destination, one slot per tensor         bytes per element: destination
-    Computes:   fp32; one rounding to nearest even, at the store. Same dtype and no scale: the bits as they are.
-    Masks:      nothing beyond a tensor's last element is read or written; padding between slots stays as it was.
+    Grid:       (sum of cdiv(elements, TILE) over the tensors,); a program owns one tile
+                of one tensor.
+    Reads:      source, any number of tensors
+                bytes per element: source
+                table int64 [4 * T + tiles]: of each tensor the source address,
+                destination address, elements and first tile; then the tensor of each
+                tile. 40 bytes per program.
+    Writes:     destination, one slot per tensor
+                bytes per element: destination
+    Computes:   fp32; one rounding to nearest even, at the store. Same dtype and no
+                scale: the bits as they are.
+    Masks:      nothing beyond a tensor's last element is read or written; padding
+                between slots stays as it was.
     Twin:       reference.pack_
     """
     tile = tl.program_id(0).to(tl.int64)
-    record_ptr = table_ptr + tl.load(table_ptr + num_tensors.to(tl.int64) * 4 + tile) * 4
+    record_ptr = (
+        table_ptr + tl.load(table_ptr + num_tensors.to(tl.int64) * 4 + tile) * 4
+    )
     source_ptr = tl.load(record_ptr).to(tl.pointer_type(SOURCE))
     destination_ptr = tl.load(record_ptr + 1).to(tl.pointer_type(DESTINATION))
     if ALIGNED:
         source_ptr = tl.multiple_of(source_ptr, 16)
         destination_ptr = tl.multiple_of(destination_ptr, 16)
     start = (tile - tl.load(record_ptr + 3)) * TILE
-    copy_tile(source_ptr, destination_ptr, start, tl.load(record_ptr + 2), scale, SCALED, TILE)
+    copy_tile(
+        source_ptr, destination_ptr, start, tl.load(record_ptr + 2), scale, SCALED, TILE
+    )
 
 
-def pack_(destinations: Sequence[Tensor], sources: Sequence[Tensor], scale: float = 1.0) -> None:
-    """`reference.pack_` in one launch on the current stream per source and destination dtype. No host synchronisation.
+def pack_(
+    destinations: Sequence[Tensor], sources: Sequence[Tensor], scale: float = 1.0
+) -> None:
+    """`reference.pack_` in one launch on the current stream per source and destination
+    dtype. No host synchronisation.
 
-    Pairs with an address that is not on 16 bytes go into a launch of their own, without 128-bit accesses. A source
-    whose strides differ from its destination's is first copied into a tensor that has them. torch copies what the
-    table cannot express: destinations that are not dense, and dtypes other than fp32, bf16 and fp16.
+    Pairs with an address that is not on 16 bytes go into a launch of their own, without
+    128-bit accesses. A source whose strides differ from its destination's is first
+    copied into a tensor that has them. torch copies what the table cannot express:
+    destinations that are not dense, and dtypes other than fp32, bf16 and fp16.
 
-    Under CUDA graph capture the upload of the table is captured too, and its memory is kept as long as the process.
+    Under CUDA graph capture the upload of the table is captured too, and its memory is
+    kept as long as the process.
     """
-    launches: defaultdict[tuple[torch.dtype, torch.dtype, bool], list[Entry]] = defaultdict(list)
+    launches: defaultdict[tuple[torch.dtype, torch.dtype, bool], list[Entry]] = (
+        defaultdict(list)
+    )
     relaid = []  # holds these tensors' memory until the launch is queued
     for destination, source in zip(destinations, sources, strict=True):
         if not destination.numel():
@@ -80,11 +97,20 @@ def pack_(destinations: Sequence[Tensor], sources: Sequence[Tensor], scale: floa
             continue
         if not _same_layout(destination, source):
             source = torch.empty_strided(
-                destination.shape, destination.stride(), dtype=source.dtype, device=source.device
+                destination.shape,
+                destination.stride(),
+                dtype=source.dtype,
+                device=source.device,
             ).copy_(source)
             relaid.append(source)
-        key = (source.dtype, destination.dtype, aligned(source) and aligned(destination))
-        launches[key].append((source.data_ptr(), destination.data_ptr(), destination.numel()))
+        key = (
+            source.dtype,
+            destination.dtype,
+            aligned(source) and aligned(destination),
+        )
+        launches[key].append(
+            (source.data_ptr(), destination.data_ptr(), destination.numel())
+        )
     for (source_dtype, destination_dtype, on_16_bytes), entries in launches.items():
         device = destinations[0].device
         table = _uploaded(device, tuple(entries))
@@ -105,13 +131,18 @@ def pack_(destinations: Sequence[Tensor], sources: Sequence[Tensor], scale: floa
 
 
 def _tabulable(destination: Tensor, source: Tensor) -> bool:
-    if destination.dtype not in TRITON_DTYPE or source.dtype not in TRITON_DTYPE or (INTERPRETED and source.is_cuda):
+    if (
+        destination.dtype not in TRITON_DTYPE
+        or source.dtype not in TRITON_DTYPE
+        or (INTERPRETED and source.is_cuda)
+    ):
         return False
     return destination.is_contiguous() or _is_dense(destination)
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements fill one stretch of memory, in some order of the dimensions."""
+    """Return whether the elements fill one stretch of memory, in some order of the
+    dimensions."""
     expected = 1
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if length > 1 and stride != expected:
@@ -121,7 +152,8 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _same_layout(destination: Tensor, source: Tensor) -> bool:
-    """Return whether element i of memory is the same element of both. A dimension of length 1 has no say."""
+    """Return whether element i of memory is the same element of both. A dimension of
+    length 1 has no say."""
     if destination.stride() == source.stride():
         return True
     strides = zip(destination.stride(), source.stride(), destination.shape, strict=True)
@@ -129,7 +161,8 @@ def _same_layout(destination: Tensor, source: Tensor) -> bool:
 
 
 def _uploaded(device: torch.device, entries: tuple[Entry, ...]) -> Tensor:
-    """Return the table on the device. Gradients tend to come back at the same addresses: then an old upload serves."""
+    """Return the table on the device. Gradients tend to come back at the same
+    addresses: then an old upload serves."""
     if device.type != "cuda":
         return _table(entries)
     stream = torch.cuda.current_stream(device)
@@ -143,17 +176,21 @@ def _uploaded(device: torch.device, entries: tuple[Entry, ...]) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _upload(device: torch.device, stream: int, entries: tuple[Entry, ...]) -> Tensor:
-    """Copy a table to the device. `stream` is in the key: only there is the copy known to come before the launch."""
+    """Copy a table to the device. `stream` is in the key: only there is the copy known
+    to come before the launch."""
     return _table(entries).pin_memory().to(device, non_blocking=True)
 
 
 def _table(entries: tuple[Entry, ...]) -> Tensor:
-    """Return int64 [4 * T + tiles]: the records as `pack_kernel` reads them, then the tensor of each tile."""
+    """Return int64 [4 * T + tiles]: the records as `pack_kernel` reads them, then the
+    tensor of each tile."""
     tiles = [cdiv(numel, TILE) for _, _, numel in entries]
     records: list[int] = []
     first = 0
     for entry, count in zip(entries, tiles, strict=True):
         records += (*entry, first)
         first += count
-    tensor_of_tile = torch.repeat_interleave(torch.arange(len(entries)), torch.tensor(tiles), output_size=first)
+    tensor_of_tile = torch.repeat_interleave(
+        torch.arange(len(entries)), torch.tensor(tiles), output_size=first
+    )
     return torch.cat((torch.tensor(records), tensor_of_tile))

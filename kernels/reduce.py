@@ -1,4 +1,5 @@
-"""W chunks -> one gradient shard, with its sums of squares on the way. Letters: S elements, W ranks."""
+"""W chunks -> one gradient shard, with its sums of squares on the way. Letters: S
+elements, W ranks."""
 
 from __future__ import annotations
 
@@ -27,17 +28,23 @@ def reduce_kernel(
     BLOCK: tl.constexpr,
     PARTIAL: tl.constexpr,
 ):
-    """Sum PARTIAL elements of all ranks' chunks in rank order; one sum of squares of the result.
+    """Sum PARTIAL elements of all ranks' chunks in rank order; one sum of squares of
+    the result.
 
-    Maths:      shard = [shard +] (((chunk_0 + chunk_1) + ...) + chunk_{W-1}) * scale;  partial = sum(shard ** 2)
-    Grid:       (cdiv(S, PARTIAL),); program i owns elements [i * PARTIAL, (i + 1) * PARTIAL) and partial i.
-    Reads:      own [S], received [W - 1, S] in the wire dtype, shard [S]     bytes per element: W * wire + shard
-                shard, fp32 or 16-bit, is read only to ACCUMULATE; otherwise its term is 0.
-    Writes:     shard [S]                                                     bytes per element: out
+    Maths:      shard = [shard +] (((chunk_0 + chunk_1) + ...) + chunk_{W-1}) * scale
+                partial = sum(shard ** 2)
+    Grid:       (cdiv(S, PARTIAL),); program i owns elements [i * PARTIAL,
+                (i + 1) * PARTIAL) and partial i.
+    Reads:      own [S], received [W - 1, S] in the wire dtype, shard [S]
+                bytes per element: W * wire + shard
+                shard, fp32 or 16-bit, is read only to ACCUMULATE; else its term is 0.
+    Writes:     shard [S]
+                bytes per element: out
                 partials [cdiv(S, PARTIAL)] fp64, 8 bytes per program.
-    Computes:   sums in fp32, every operation rounded on its own, then to the shard's dtype; of what is stored, squares
-                exact in fp64, their sum in fp64.
-    Masks:      elements from S on are neither read nor written, and add nothing to the sum of squares.
+    Computes:   sums in fp32, every operation rounded on its own, then to the shard's
+                dtype; of what is stored, squares exact in fp64, their sum in fp64.
+    Masks:      elements from S on are neither read nor written, and add nothing to the
+                sum of squares.
     Twin:       reference.reduce_
     """
     program = tl.program_id(0)
@@ -45,13 +52,14 @@ def reduce_kernel(
     numel = numel.to(tl.int64)
     received_stride = received_stride.to(tl.int64)
     if WHOLE_BLOCKS:
-        # The same values, written so that the compiler sees multiples of BLOCK and keeps the 128-bit accesses.
+        # The same values, written so that the compiler sees multiples of BLOCK and
+        # keeps the 128-bit accesses.
         numel = (numel // BLOCK) * BLOCK
         received_stride = (received_stride // BLOCK) * BLOCK
     inside = offsets < numel
 
-    # -0.0 is the neutral element of addition: 0.0 would turn a sum of negative zeros positive. It is written as bits,
-    # because Triton 3.6 takes the number -0.0 for 0.0.
+    # -0.0 is the neutral element of addition: 0.0 would turn a sum of negative zeros
+    # positive. It is written as bits, because Triton 3.6 takes the number -0.0 for 0.0.
     total = tl.full([PARTIAL], 0x80000000, tl.uint32).to(tl.float32, bitcast=True)
     # `while`, because NumPy 2.4 breaks `range` in the interpreter of Triton 3.6.
     index = 0
@@ -75,12 +83,20 @@ def reduce_kernel(
 
 
 def reduce_(
-    shard: Tensor, own: Tensor, received: Tensor, partials: Tensor, *, rank: int, scale: float, accumulate: bool
+    shard: Tensor,
+    own: Tensor,
+    received: Tensor,
+    partials: Tensor,
+    *,
+    rank: int,
+    scale: float,
+    accumulate: bool,
 ) -> None:
-    """`reference.reduce_` in one launch on the current stream, whatever the number of ranks.
+    """`reference.reduce_` in one launch on the current stream, whatever the number of
+    ranks.
 
-    All tensors are contiguous, but rows of `received` may lie apart. 128-bit accesses need tensors on 16 bytes, and
-    sizes and row strides that are multiples of 64.
+    All tensors are contiguous, but rows of `received` may lie apart. 128-bit accesses
+    need tensors on 16 bytes, and sizes and row strides that are multiples of 64.
     """
     numel = shard.numel()
     if received.numel() and received.stride(1) != 1:

@@ -1,10 +1,13 @@
-"""The kernels in plain torch: the numeric specification, the CPU path and the oracle of every test.
+"""The kernels in plain torch: the numeric specification, the CPU path and the oracle of
+every test.
 
-Letters: S elements of a shard (a multiple of BLOCK), W ranks, R parameters (columns of the scalar table), G groups.
+Letters: S elements of a shard (a multiple of BLOCK), W ranks, R parameters (columns of
+         the scalar table), G groups.
 
-Each function is the twin of the Triton kernel of the same name: the same arguments, and for element-wise results the
-same bits. The rules that make this possible: every fp32 operation is rounded on its own (no contraction into FMA),
-square roots and quotients are correctly rounded, scalars are formed in fp64 and rounded once.
+Each function is the twin of the Triton kernel of the same name: the same arguments, and
+for element-wise results the same bits. The rules that make this possible: every fp32
+operation is rounded on its own (no contraction into FMA), square roots and quotients
+are correctly rounded, scalars are formed in fp64 and rounded once.
 """
 
 from __future__ import annotations
@@ -16,16 +19,20 @@ import torch
 from torch import Tensor
 
 from . import codecs
-from .arguments import BLOCK, CHUNK, PARTIAL, STEP_BITS, TABLE, RowMap, Rule, Shard
+from .arguments import BLOCK, CHUNK, PARTIAL, STEP_BITS, TABLE, ColumnMap, Rule, Shard
 from .rules import RULES
 from .storage import load_moment, load_weights, part_of, store_moment, store_weights
 
 
-def pack_(destinations: Sequence[Tensor], sources: Sequence[Tensor], scale: float = 1.0) -> None:
-    """Copy many tensors into one bucket, cast and scaled: destination = cast(fp32(source) * fp32(scale)).
+def pack_(
+    destinations: Sequence[Tensor], sources: Sequence[Tensor], scale: float = 1.0
+) -> None:
+    """Copy many tensors into one bucket, cast and scaled: destination =
+    cast(fp32(source) * fp32(scale)).
 
     Args:
-        destinations: views of one bucket, each with the strides its parameter has. fp32, bf16 or fp16. Written.
+        destinations: views of one bucket, each with the strides its parameter has.
+            fp32, bf16 or fp16. Written.
         sources: tensors of the same shapes, any strides, any floating dtype.
         scale: with 1.0 the elements are only cast.
     """
@@ -37,19 +44,30 @@ def pack_(destinations: Sequence[Tensor], sources: Sequence[Tensor], scale: floa
 
 
 def reduce_(
-    shard: Tensor, own: Tensor, received: Tensor, partials: Tensor, *, rank: int, scale: float, accumulate: bool
+    shard: Tensor,
+    own: Tensor,
+    received: Tensor,
+    partials: Tensor,
+    *,
+    rank: int,
+    scale: float,
+    accumulate: bool,
 ) -> None:
-    """Sum the chunks of all ranks in rank order, scale, accumulate, and leave the sums of squares behind.
+    """Sum the chunks of all ranks in rank order, scale, accumulate, and leave the sums
+    of squares behind.
 
-    shard = [shard +] (((chunk_0 + chunk_1) + ...) + chunk_{W-1}) * scale, every operation rounded to fp32.
+    shard = [shard +] (((chunk_0 + chunk_1) + ...) + chunk_{W-1}) * scale, every
+    operation rounded to fp32.
 
     Args:
-        shard: [S], fp32 (or 16-bit, rounded once, at the end). Written; read first if `accumulate`. May be the same
-            memory as `own`.
+        shard: [S], fp32 (or 16-bit, rounded once, at the end). Written; read first if
+            `accumulate`. May be the same memory as `own`.
         own: [S], this rank's chunk, in the wire dtype.
-        received: [W - 1, S], the chunks of the other ranks in rank order, in the wire dtype.
-        partials: fp64 [ceil(S / PARTIAL)]. Written: the sum of squares of each PARTIAL elements of the new shard. It is
-            finite exactly when all of these elements are: fp32 squares cannot overflow fp64.
+        received: [W - 1, S], the chunks of the other ranks in rank order, in the wire
+            dtype.
+        partials: fp64 [ceil(S / PARTIAL)]. Written: the sum of squares of each PARTIAL
+            elements of the new shard. It is finite exactly when all of these elements
+            are: fp32 squares cannot overflow fp64.
         rank: position of `own` in the rank order.
         scale: 1 / W to average.
         accumulate: add to the shard instead of replacing it.
@@ -71,11 +89,14 @@ def reduce_(
 
 
 def square_sums(partials: Tensor, values: Tensor) -> None:
-    """Write the fp64 sum of squares of every PARTIAL elements of `values` (fp32 [S]) to `partials`."""
+    """Write the fp64 sum of squares of every PARTIAL elements of `values` (fp32 [S]) to
+    `partials`."""
     squares = values.double().square_()
     whole = squares.numel() // PARTIAL
     if whole:
-        torch.sum(squares[: whole * PARTIAL].view(whole, PARTIAL), dim=1, out=partials[:whole])
+        torch.sum(
+            squares[: whole * PARTIAL].view(whole, PARTIAL), dim=1, out=partials[:whole]
+        )
     if squares.numel() > whole * PARTIAL:
         partials[whole].copy_(squares[whole * PARTIAL :].sum())
 
@@ -88,42 +109,48 @@ def scalars_(
     *,
     rule: Rule,
     hyper: Tensor,
-    group_of_row: Tensor,
+    group_of_column: Tensor,
     seeds: Tensor,
     gathered: Tensor,
     limits: Tensor,
 ) -> None:
-    """Turn norms, used bits and hyper-parameters into the scalar table; advance the step counters. Nothing leaves
-    the device.
+    """Turn norms, used bits and hyper-parameters into the scalar table; advance the
+    step counters. Nothing leaves the device.
 
-    A parameter that no rank used keeps its counter and becomes inactive. If any gradient is not finite, all are: the
-    step is skipped on every rank, since every rank computes this from the same gathered words.
+    A parameter that no rank used keeps its counter and becomes inactive. If any
+    gradient is not finite, all are: the step is skipped on every rank, since every rank
+    computes this from the same gathered words.
 
     Args:
-        table: fp32 [12, R], rows as in TABLE. Written.
-        keys: int64 [R], what the random bits of this parameter's elements derive from at this step. Written.
+        table: fp32 [12, R], entries as in TABLE. Written.
+        keys: int64 [R], what the random bits of this parameter's elements derive from
+            at this step. Written.
         steps: int64 [R]. Updates made so far, per parameter. Incremented where active.
-        report: fp64 [3]: total norm of the gradients, clip coefficient, number of skipped steps (incremented).
+        report: fp64 [3]: total norm of the gradients, clip coefficient, number of
+            skipped steps (incremented).
         rule: whose scalars to form.
         hyper: fp64 [G, 8], columns as in HYPER.
-        group_of_row: int64 [R].
-        seeds: int64 [R], a hash of the user's seed and the parameter's index, the same in every layout.
-        gathered: int64 [W, 1 + ceil(R / 32)], a row per rank: the bits of the fp64 sum of squares of its shards,
-            then its used bits, 32 to a word.
+        group_of_column: int64 [R].
+        seeds: int64 [R], a hash of the user's seed and the parameter's index, the same
+            in every layout.
+        gathered: int64 [W, 1 + ceil(R / 32)], a row per rank: the bits of the fp64 sum
+            of squares of its shards, then its used bits, 32 to a word.
         limits: fp64 [2]: largest norm (infinity: no clipping), loss scale.
     """
-    rows = torch.arange(steps.numel(), device=steps.device)
+    columns = torch.arange(steps.numel(), device=steps.device)
     square_sum = gathered[0, :1].view(torch.float64)
     for rank in range(1, gathered.shape[0]):
         square_sum = square_sum + gathered[rank, :1].view(torch.float64)
     norm = square_sum.sqrt() / limits[1]
     finite = torch.isfinite(square_sum)
     clip = torch.clamp(limits[0] / (norm + 1e-6), max=1.0)
-    used = ((gathered[:, 1 + rows // 32] >> (rows % 32)) & 1).amax(dim=0).bool()
+    used = ((gathered[:, 1 + columns // 32] >> (columns % 32)) & 1).amax(dim=0).bool()
     active = used & finite
     steps.add_(active)
     keys.copy_(codecs.mix64(seeds + steps * codecs.GOLDEN))
-    lr, beta1, beta2, eps, weight_decay, sign, decoupled, nesterov = hyper[group_of_row].unbind(1)
+    lr, beta1, beta2, eps, weight_decay, sign, decoupled, nesterov = hyper[
+        group_of_column
+    ].unbind(1)
     one_minus_beta1, one_minus_beta2 = 1.0 - beta1, 1.0 - beta2
     step_size, inv_sqrt_c2 = lr, torch.ones_like(lr)
     if rule == "adam":
@@ -131,7 +158,7 @@ def scalars_(
         step_size, inv_sqrt_c2 = lr / c1, 1.0 / c2.sqrt()
     if rule == "sgd":  # the first momentum is the gradient itself
         one_minus_beta1 = torch.where(steps > 1, 1.0 - beta2, 1.0)
-    columns = (
+    entries = (
         sign * (clip / limits[1]),
         beta1,
         one_minus_beta1,
@@ -145,26 +172,31 @@ def scalars_(
         nesterov,
         active,
     )
-    for row, column in zip(table.unbind(0), columns, strict=True):
-        row.copy_(column)
+    for stored, entry in zip(table.unbind(0), entries, strict=True):
+        stored.copy_(entry)
     report[:1].copy_(norm)
     report[1:2].copy_(clip)
     report[2:].add_(~finite)
 
 
 def integer_power(base: Tensor, exponent: Tensor) -> Tensor:
-    """Return base ** exponent in fp64 by squaring, from the low bit up: only products, so the same bits everywhere.
+    """Return base ** exponent in fp64 by squaring, from the low bit up: only products,
+    so the same bits everywhere.
 
     Args:
         base: fp64, broadcastable with `exponent`.
         exponent: int64, 0 <= exponent < 2 ** STEP_BITS.
     """
-    squares = base.new_empty(STEP_BITS, *torch.broadcast_shapes(base.shape, exponent.shape))
-    rows = squares.unbind(0)
-    rows[0].copy_(base)
-    for square, following in itertools.pairwise(rows):
+    squares = base.new_empty(
+        STEP_BITS, *torch.broadcast_shapes(base.shape, exponent.shape)
+    )
+    powers = squares.unbind(0)
+    powers[0].copy_(base)
+    for square, following in itertools.pairwise(powers):
         torch.mul(square, square, out=following)
-    bits = torch.arange(STEP_BITS, device=base.device).view(-1, *[1] * (squares.dim() - 1))
+    bits = torch.arange(STEP_BITS, device=base.device).view(
+        -1, *[1] * (squares.dim() - 1)
+    )
     first, *factors = torch.where((exponent >> bits) & 1 == 1, squares, 1.0).unbind(0)
     for factor in factors:
         first.mul_(factor)
@@ -178,44 +210,53 @@ def update_(
     rule: Rule,
     table: Tensor,
     keys: Tensor,
-    rows: RowMap,
+    columns: ColumnMap,
     l2: bool = False,
 ) -> None:
-    """Update one shard in one pass: unscale, clip, moments, decay, master weight, parameter.
+    """Update one shard in one pass: unscale, clip, moments, decay, master weight,
+    parameter.
 
     Args:
-        shard: parameters and optimizer state, in any of their formats. Written; inactive parameters keep their bits.
+        shard: parameters and optimizer state, in any of their formats. Written;
+            inactive parameters keep their bits.
         grad: [S], fp32, bf16 or fp16. Not modified.
         rule: "adam", "lion" or "sgd".
-        table: fp32 [12, R], rows as in TABLE.
+        table: fp32 [12, R], entries as in TABLE.
         keys: int64 [R], from `scalars_`.
-        rows: the parameter of each block of 64 elements.
-        l2: some parameter adds weight_decay * p to its gradient (Adam, SGD) instead of decaying p.
+        columns: the parameter of each block of 64 elements.
+        l2: some parameter adds weight_decay * p to its gradient (Adam, SGD) instead of
+            decaying p.
     """
-    for first, end, row, origin in rows.runs:
-        columns = dict(zip(TABLE, table[:, row].unbind(0), strict=True))
+    for first, end, column, origin in columns.runs:
+        scalars = dict(zip(TABLE, table[:, column].unbind(0), strict=True))
         for start in range(first, end, CHUNK // BLOCK):
             blocks = slice(start, min(start + CHUNK // BLOCK, end))
             inside = slice(blocks.start * BLOCK, blocks.stop * BLOCK)
             part = part_of(shard, blocks)
             before = [tensor.clone() for tensor in part.tensors()]
-            indices = torch.arange(blocks.start + origin, blocks.stop + origin, device=grad.device)
-            for_moments, for_weights = codecs.random_words(keys[row], indices)
-            w, m, v, largest = load_weights(part), *map(load_moment, part[2:], (codecs.E3M4, codecs.UE3M5, None))
-            g = grad[inside].float() * columns["coef"]
+            indices = torch.arange(
+                blocks.start + origin, blocks.stop + origin, device=grad.device
+            )
+            for_moments, for_weights = codecs.random_words(keys[column], indices)
+            w, m, v, largest = (
+                load_weights(part),
+                *map(load_moment, part.moments, (codecs.E3M4, codecs.UE3M5, None)),
+            )
+            g = grad[inside].float() * scalars["coef"]
             if l2:
-                g = torch.where(columns["l2"] != 0, g + columns["l2"] * w, g)
-            w, m, v, largest = RULES[rule](w, m, v, largest, g, columns)
-            store_moment(part.exp_avg, m, for_moments & 0xFFFF, codecs.E3M4)
-            store_moment(part.exp_avg_sq, v, for_moments >> 16, codecs.UE3M5)
-            store_moment(part.max_exp_avg_sq, largest, for_weights & 0xFFFF, None)
+                g = torch.where(scalars["l2"] != 0, g + scalars["l2"] * w, g)
+            w, m, v, largest = RULES[rule](w, m, v, largest, g, scalars)
+            store_moment(part.first, m, for_moments & 0xFFFF, codecs.E3M4)
+            store_moment(part.second, v, for_moments >> 16, codecs.UE3M5)
+            store_moment(part.largest, largest, for_weights & 0xFFFF, None)
             store_weights(part, w, for_weights >> 16)
             for tensor, old in zip(part.tensors(), before, strict=True):
-                tensor.copy_(torch.where(columns["active"] != 0, tensor, old))
+                tensor.copy_(torch.where(scalars["active"] != 0, tensor, old))
 
 
 def cast_(out: Tensor, source: Tensor) -> None:
-    """Copy a flat tensor into another precision, rounding to nearest even; NaN stays NaN.
+    """Copy a flat tensor into another precision, rounding to nearest even; NaN stays
+    NaN.
 
     Args:
         out: [S]. Written.

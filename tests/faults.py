@@ -1,4 +1,5 @@
-"""Faults on purpose: a slow and disorderly wire, memory that is watched while it travels, exceptions in users' code."""
+"""Faults on purpose: a slow and disorderly wire, memory that is watched while it
+travels, exceptions in users' code."""
 
 from __future__ import annotations
 
@@ -24,13 +25,22 @@ from zerokern.stages import units as unit_states
 Transfers = Sequence[tuple[Tensor, Tensor, int]]
 Start = Callable[[Comm, str, Transfers], Sequence[dist.Work]]
 
-# ---------------------------------------------------------------------- a slow wire (LAG)
+# -------------------------------------------------------------------- a slow wire (LAG)
 
 
 class _Flight:
-    """A collective under way: it reads what it sends late, and delivers when this very handle is waited on."""
+    """A collective under way: it reads what it sends late, and delivers when this very
+    handle is waited on."""
 
-    def __init__(self, wire: _Wire, comm: Comm, name: str, transfers: Transfers, delay: float, earlier: Any) -> None:
+    def __init__(
+        self,
+        wire: _Wire,
+        comm: Comm,
+        name: str,
+        transfers: Transfers,
+        delay: float,
+        earlier: Any,
+    ) -> None:
         self.wire, self.comm, self.name, self.delay = wire, comm, name, delay
         self.sent = [send.data for send, _, _ in transfers]
         self.received = [receive.data for _, receive, _ in transfers]
@@ -51,12 +61,18 @@ class _Flight:
             with torch.no_grad():
                 time.sleep(self.delay)
                 if self.earlier is not None:
-                    self.earlier.wait()  # messages of one name are told apart by their order only
+                    # Messages of one name are told apart by their order only.
+                    self.earlier.wait()
                     self.earlier = None
-                sent = [_late(now, then) for now, then in zip(self.sent, self.at_launch, strict=True)]
+                sent = [
+                    _late(now, then)
+                    for now, then in zip(self.sent, self.at_launch, strict=True)
+                ]
                 with self.wire.lock:
                     works = self.wire.start(
-                        self.comm, self.name, list(zip(sent, self.private, self.peers, strict=True))
+                        self.comm,
+                        self.name,
+                        list(zip(sent, self.private, self.peers, strict=True)),
                     )
                 self.started.set()
                 for work in works:
@@ -73,11 +89,19 @@ class _Flight:
         if self.error is not None:
             raise self.error
         for now, then in zip(self.sent, self.at_launch, strict=True):
-            assert _in_memory(now), f"{self.name}: what is sent lost its memory under way"
-            assert torch.equal(_bits(now), _bits(then)), f"{self.name}: what is sent was written to under way"
+            assert _in_memory(now), (
+                f"{self.name}: what is sent lost its memory under way"
+            )
+            assert torch.equal(_bits(now), _bits(then)), (
+                f"{self.name}: what is sent was written to under way"
+            )
         for receive, value in zip(self.received, self.private, strict=True):
-            assert _in_memory(receive), f"{self.name}: what is received lost its memory under way"
-            assert (_bits(receive) == 0xFF).all(), f"{self.name}: somebody wrote to where data are received"
+            assert _in_memory(receive), (
+                f"{self.name}: what is received lost its memory under way"
+            )
+            assert (_bits(receive) == 0xFF).all(), (
+                f"{self.name}: somebody wrote to where data are received"
+            )
             receive.copy_(value)
 
 
@@ -94,7 +118,9 @@ class _Wire:
         begin, end = _range(tensor)
         for flight in self.flights:
             for first, last in flight.ranges:
-                assert end <= first or last <= begin, f"a buffer was {what} while {flight.name} used it"
+                assert end <= first or last <= begin, (
+                    f"a buffer was {what} while {flight.name} used it"
+                )
 
 
 def _range(tensor: Tensor) -> tuple[int, int]:
@@ -111,17 +137,21 @@ def _in_memory(tensor: Tensor) -> bool:
 
 
 def _late(now: Tensor, at_launch: Tensor) -> Tensor:
-    """Return what is sent, as it is now; if its memory is gone, what it was: `wait` tells of that."""
+    """Return what is sent, as it is now; if its memory is gone, what it was: `wait`
+    tells of that."""
     return now.clone() if _in_memory(now) else at_launch
 
 
 @contextmanager
-def lag(seed: int, longest_ms: float = 20.0, *, shortest_ms: float = 0.0) -> Iterator[_Wire]:
+def lag(
+    seed: int, longest_ms: float = 20.0, *, shortest_ms: float = 0.0
+) -> Iterator[_Wire]:
     """Delay every collective by a random time, so that they overtake each other.
 
-    Data are read at the end of the delay and written to their place when the collective's own handle is waited on;
-    until then the place holds NaN. It is an AssertionError if data change under way, if scratch memory is taken or
-    given back while a collective uses it, or if one is never waited on.
+    Data are read at the end of the delay and written to their place when the
+    collective's own handle is waited on; until then the place holds NaN. It is an
+    AssertionError if data change under way, if scratch memory is taken or given back
+    while a collective uses it, or if one is never waited on.
     """
     wire = _Wire(Comm._point_to_point)
     last: dict[tuple[int, str], threading.Event] = {}
@@ -156,7 +186,9 @@ def lag(seed: int, longest_ms: float = 20.0, *, shortest_ms: float = 0.0) -> Ite
     with (
         mock.patch.object(Comm, "_point_to_point", launch),
         mock.patch.object(scratch, "take", after(scratch.take, "handed out")),
-        mock.patch.object(scratch, "allocate_storage", after(scratch.allocate_storage, "handed out")),
+        mock.patch.object(
+            scratch, "allocate_storage", after(scratch.allocate_storage, "handed out")
+        ),
         mock.patch.object(scratch, "give", before(scratch.give)),
         mock.patch.object(scratch, "free_storage", before(scratch.free_storage)),
     ):
@@ -169,7 +201,8 @@ def lag(seed: int, longest_ms: float = 20.0, *, shortest_ms: float = 0.0) -> Ite
 
 @contextmanager
 def poison() -> Iterator[None]:
-    """Let every optimizer that is built inside fill its scratch memory with NaN on the way out and back."""
+    """Let every optimizer that is built inside fill its scratch memory with NaN on the
+    way out and back."""
     build = buffers.Scratch.__init__
 
     def poisoned(scratch: buffers.Scratch, *args: Any) -> None:
@@ -187,12 +220,13 @@ def hostile(seed: int, longest_ms: float = 20.0) -> Iterator[_Wire]:
         yield wire
 
 
-# ---------------------------------------------------------------------- when things happen
+# ------------------------------------------------------------------- when things happen
 
 
 @contextmanager
 def recorded(optimizer: Any, blocks: dict[str, nn.Module]) -> Iterator[list[str]]:
-    """Note in one list, as they happen: "issue NAME", "wait NAME", "update BUCKET", "begin forward BLOCK" and so on.
+    """Note in one list, as they happen: "issue NAME", "wait NAME", "update BUCKET",
+    "begin forward BLOCK" and so on.
 
     NAME is that of the collective, such as "all_gather of 'blocks.0'".
     """
@@ -218,12 +252,19 @@ def recorded(optimizer: Any, blocks: dict[str, nn.Module]) -> Iterator[list[str]
 
     handles: list[Any] = []
     for name, module in blocks.items():
-        # Inside of the optimizer's own hooks, so that what these wait for is not part of the block's time.
+        # Inside of the optimizer's own hooks, so that what these wait for is not part
+        # of the block's time.
         inside = next(module.children())
         handles.append(inside.register_forward_pre_hook(noted(f"begin forward {name}")))
-        handles.append(module.register_forward_hook(noted(f"end forward {name}"), prepend=True))
-        handles.append(module.register_full_backward_pre_hook(noted(f"begin backward {name}")))
-        handles.append(module.register_full_backward_hook(noted(f"end backward {name}")))
+        handles.append(
+            module.register_forward_hook(noted(f"end forward {name}"), prepend=True)
+        )
+        handles.append(
+            module.register_full_backward_pre_hook(noted(f"begin backward {name}"))
+        )
+        handles.append(
+            module.register_full_backward_hook(noted(f"end backward {name}"))
+        )
     with (
         mock.patch.object(Comm, "_point_to_point", launch),
         mock.patch.object(Work, "wait", waited),
@@ -234,11 +275,12 @@ def recorded(optimizer: Any, blocks: dict[str, nn.Module]) -> Iterator[list[str]
         handle.remove()
 
 
-# ---------------------------------------------------------------------- at rest (LIVE, LOG)
+# ------------------------------------------------------------------ at rest (LIVE, LOG)
 
 
 def assert_at_rest(optimizer: Any) -> None:
-    """Nothing is under way, gathered or half done: not only is the ledger empty, so are all states."""
+    """Nothing is under way, gathered or half done: not only is the ledger empty, so are
+    all states."""
     zero = optimizer._zero
     assert optimizer.memory().buffers == 0
     assert not zero.rounds._passes
@@ -246,8 +288,14 @@ def assert_at_rest(optimizer: Any) -> None:
     assert zero.rounds._next == 0
     for unit in getattr(zero, "units", {}).values():
         assert unit.state is unit_states.State.SHARDED, unit.name
-        assert (unit.inputs_pending, unit.calls_pending, unit.left_behind) == (0, 0, False), unit.name
-        assert [bucket.full.untyped_storage().nbytes() for bucket in unit.parameters] == [0] * len(unit.parameters)
+        assert (unit.inputs_pending, unit.calls_pending, unit.left_behind) == (
+            0,
+            0,
+            False,
+        ), unit.name
+        assert [
+            bucket.full.untyped_storage().nbytes() for bucket in unit.parameters
+        ] == [0] * len(unit.parameters)
 
 
 def same_on_all_ranks(logs: Sequence[Sequence[Any]]) -> bool:
@@ -257,7 +305,8 @@ def same_on_all_ranks(logs: Sequence[Sequence[Any]]) -> bool:
 
 
 def short_group(seconds: float = 3.0, members: list[int] | None = None) -> Any:
-    """Return a group, of all ranks unless it is told which, whose collectives fail soon: a hang is what is tested."""
+    """Return a group, of all ranks unless it is told which, whose collectives fail
+    soon: a hang is what is tested."""
     return dist.new_group(members, timeout=timedelta(seconds=seconds))
 
 
@@ -266,7 +315,7 @@ def buckets_under_way(number: int) -> AbstractContextManager[Any]:
     return mock.patch.object(rounds, "MAX_TRAVELLING", number)
 
 
-# ---------------------------------------------------------------------- exceptions in users' code (EXC)
+# ------------------------------------------------------ exceptions in users' code (EXC)
 
 
 class Boom(Exception):
@@ -391,7 +440,9 @@ def last_gradient_of_backward(run: Run, step: int) -> None:
 
 @_place
 def hook_after_a_gradient_of_a_unit(run: Run, step: int) -> None:
-    with _hooked(run.model.blocks[0].up.weight.register_post_accumulate_grad_hook(boom)):
+    with _hooked(
+        run.model.blocks[0].up.weight.register_post_accumulate_grad_hook(boom)
+    ):
         run.backward(step)
 
 

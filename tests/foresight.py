@@ -40,44 +40,86 @@ class Case:
     """Sizes of a mesh, over the last dimension of which is sharded."""
 
     def __str__(self) -> str:
-        parts = [f"stage{self.stage}", f"world{self.world}", str(self.dtype).removeprefix("torch.")]
+        parts = [
+            f"stage{self.stage}",
+            f"world{self.world}",
+            str(self.dtype).removeprefix("torch."),
+        ]
         parts += [self.precision.master, self.precision.moments]
-        parts += [str(kept).removeprefix("torch.") for kept in (self.precision.wire, self.precision.gradients)]
+        parts += [
+            str(kept).removeprefix("torch.")
+            for kept in (self.precision.wire, self.precision.gradients)
+        ]
         parts += [f"{self.accumulate}x{'no_sync' if self.no_sync else ''}"]
         timing = ("overlap", "update_in_backward", "gather_in_forward")
         parts += [name for name in timing if getattr(self.buckets, name)]
-        parts += [name for name in ("checkpointing", "clips", "frozen") if getattr(self, name)]
-        return "-".join([*parts, *(f"mesh{'x'.join(map(str, self.mesh))}" for _ in self.mesh[:1])])
+        parts += [
+            name for name in ("checkpointing", "clips", "frozen") if getattr(self, name)
+        ]
+        return "-".join(
+            [*parts, *(f"mesh{'x'.join(map(str, self.mesh))}" for _ in self.mesh[:1])]
+        )
 
 
 def cases(world: int) -> list[Case]:
-    """Return every stage with every recipe, timing and accumulation mode, not each with each."""
+    """Return every stage with every recipe, timing and accumulation mode, not each with
+    each."""
     found = []
     buckets = [
-        Buckets(bytes=size, overlap=overlap, update_in_backward=passing, gather_in_forward=late)
-        for size, overlap, passing, late in itertools.product((100_000,), *[(True, False)] * 3)
+        Buckets(
+            bytes=size,
+            overlap=overlap,
+            update_in_backward=passing,
+            gather_in_forward=late,
+        )
+        for size, overlap, passing, late in itertools.product(
+            (100_000,), *[(True, False)] * 3
+        )
     ]
     bf16 = torch.bfloat16
     for stage in (1, 2, 3):
         plain = Case(world, stage)
-        found += [replace(plain, buckets=b, checkpointing=again) for b in buckets for again in (False, True)]
+        found += [
+            replace(plain, buckets=b, checkpointing=again)
+            for b in buckets
+            for again in (False, True)
+        ]
         found += [
             replace(plain, buckets=b, accumulate=a, no_sync=n)
-            for b in buckets for a, n in ((2, True), (2, False), (3, True), (3, False))
+            for b in buckets
+            for a, n in ((2, True), (2, False), (3, True), (3, False))
             if not (b.update_in_backward and not n)
-        ]  # fmt: skip
+        ]
         found += [
-            replace(plain, dtype=dtype, precision=Precision(master=master, moments=moments, wire=wire, gradients=kept))
-            for dtype, master, moments, wire, kept in (
-                (bf16, "fp32", "fp32", None, torch.float32), (bf16, "fp32", "fp32", torch.float32, torch.float32),
-                (bf16, "split32", "bf16", None, bf16), (bf16, "split24", "8bit", None, bf16),
-                (bf16, "none", "8bit", None, bf16), (torch.float16, "fp32", "bf16", None, torch.float32),
-                (torch.float32, "fp32", "8bit", bf16, bf16), (torch.float32, "fp32", "bf16", bf16, torch.float32),
+            replace(
+                plain,
+                dtype=dtype,
+                precision=Precision(
+                    master=master, moments=moments, wire=wire, gradients=kept
+                ),
             )
-        ]  # fmt: skip
-        found += [replace(plain, clips=True), replace(plain, frozen=True), replace(plain, frozen=True, accumulate=2)]
+            for dtype, master, moments, wire, kept in (
+                (bf16, "fp32", "fp32", None, torch.float32),
+                (bf16, "fp32", "fp32", torch.float32, torch.float32),
+                (bf16, "split32", "bf16", None, bf16),
+                (bf16, "split24", "8bit", None, bf16),
+                (bf16, "none", "8bit", None, bf16),
+                (torch.float16, "fp32", "bf16", None, torch.float32),
+                (torch.float32, "fp32", "8bit", bf16, bf16),
+                (torch.float32, "fp32", "bf16", bf16, torch.float32),
+            )
+        ]
+        found += [
+            replace(plain, clips=True),
+            replace(plain, frozen=True),
+            replace(plain, frozen=True, accumulate=2),
+        ]
     if world == 4:
-        found += [Case(world, stage, mesh=mesh) for stage in (1, 2, 3) for mesh in ((2, 2), (4, 1), (1, 4), (4,))]
+        found += [
+            Case(world, stage, mesh=mesh)
+            for stage in (1, 2, 3)
+            for mesh in ((2, 2), (4, 1), (1, 4), (4,))
+        ]
     return found
 
 
@@ -98,7 +140,9 @@ def train(case: Case, ledger: Ledger) -> dict[str, Any]:
     options: dict[str, Any] = {"precision": case.precision, "buckets": case.buckets}
     if case.mesh:
         names = ("outer", "inner")[-len(case.mesh) :]
-        options["mesh"] = dist.init_device_mesh("cpu", case.mesh, mesh_dim_names=names)["inner"]
+        options["mesh"] = dist.init_device_mesh("cpu", case.mesh, mesh_dim_names=names)[
+            "inner"
+        ]
     if case.clips:
         options["max_grad_norm"] = 1.0
     optimizer = sharded(net, case.stage, **options)
@@ -109,9 +153,11 @@ def train(case: Case, ledger: Ledger) -> dict[str, Any]:
         step(case, net, optimizer)
         peaks.append(ledger.peak.bytes)
     return {
-        "log": optimizer.comm_log(), "memory": optimizer.memory(), "peaks": peaks,
+        "log": optimizer.comm_log(),
+        "memory": optimizer.memory(),
+        "peaks": peaks,
         "scratch": optimizer._coordinator().scratch.peak_bytes,
-    }  # fmt: skip
+    }
 
 
 def step(case: Case, net: GPT, optimizer: Any) -> None:

@@ -14,11 +14,16 @@ VOCABULARY = 37
 
 
 class Block(nn.Module):
-    """Residual MLP: Linear 17 -> 33 -> 17, LayerNorm. No size divides a world of 2, 3 or 4."""
+    """Residual MLP: Linear 17 -> 33 -> 17, LayerNorm. No size divides a world of 2, 3
+    or 4."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down, self.norm = nn.Linear(17, 33), nn.Linear(33, 17), nn.LayerNorm(17)
+        self.up, self.down, self.norm = (
+            nn.Linear(17, 33),
+            nn.Linear(33, 17),
+            nn.LayerNorm(17),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.norm(self.down(F.gelu(self.up(x))))
@@ -49,9 +54,12 @@ def toy(seed: int = 0, **options: bool) -> Toy:
 
 
 class Weighted(nn.Module):
-    """Weights of any shape whose gradients are exactly the coefficients of the forward, in one unit each."""
+    """Weights of any shape whose gradients are exactly the coefficients of the forward,
+    in one unit each."""
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__()
         self.terms = nn.ModuleList(Term(shape, dtype) for shape in shapes)
 
@@ -95,9 +103,12 @@ class Forked(nn.Module):
         self.blocks = nn.ModuleList([Block(), Block(), Fork()])
         self.head = nn.Linear(17, VOCABULARY)
         self.checkpoint: bool | None = None
-        """Recompute blocks in backward: True for the reentrant kind, False for the other, None for none."""
+        """Recompute blocks in backward: True for the reentrant kind, False for the
+        other, None for none."""
 
-    def forward(self, tokens: Tensor, order: Sequence[int] = (0, 1), use: str = "both") -> Tensor:
+    def forward(
+        self, tokens: Tensor, order: Sequence[int] = (0, 1), use: str = "both"
+    ) -> Tensor:
         x = self.embedding(tokens)
         for index in order:
             x = self._run(self.blocks[index], x)
@@ -116,11 +127,17 @@ def forked(seed: int = 0) -> Forked:
 
 
 class Gpt(nn.Module):
-    """The parameters of a GPT: embeddings, attention and MLP, final norm. For its sizes; its maths is simple."""
+    """The parameters of a GPT: embeddings, attention and MLP, final norm. For its
+    sizes; its maths is simple."""
 
-    def __init__(self, width: int = 72, layers: int = 4, vocabulary: int = 256, context: int = 64) -> None:
+    def __init__(
+        self, width: int = 72, layers: int = 4, vocabulary: int = 256, context: int = 64
+    ) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.tokens, self.positions = (
+            nn.Embedding(vocabulary, width),
+            nn.Embedding(context, width),
+        )
         self.blocks = nn.ModuleList(GptBlock(width) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
 
@@ -136,8 +153,16 @@ class GptBlock(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm1, self.qkv, self.proj = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.norm2, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm1, self.qkv, self.proj = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
+        self.norm2, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm1(x)).chunk(3, dim=-1)
@@ -152,7 +177,8 @@ def gpt(seed: int = 0, **sizes: int) -> Gpt:
 
 
 def batch(step: int, size: int = 12) -> tuple[Tensor, Tensor]:
-    """Return (tokens, targets), int64 [size, 5]; 12 rows divide by every world from 1 to 4."""
+    """Return (tokens, targets), int64 [size, 5]; 12 rows divide by every world from 1
+    to 4."""
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(0, VOCABULARY, (size, 6), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]

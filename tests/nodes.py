@@ -1,4 +1,5 @@
-"""Two nodes on one machine: network namespaces with a slow link between them, and a core for each."""
+"""Two nodes on one machine: network namespaces with a slow link between them, and a
+core for each."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from zerokern.plan.calibration import JOBS, Job, here, measure_here
 
 PORT = 29571
 ADDRESSES = ("10.73.0.1", "10.73.0.2")
-OTHERS = [Job(3, 320, 96, 1), Job(3, 320, 96, 3), Job(8, 448, 64, 1), Job(8, 448, 64, 3)]
+OTHERS = [
+    Job(3, 320, 96, 1),
+    Job(3, 320, 96, 3),
+    Job(8, 448, 64, 1),
+    Job(8, 448, 64, 3),
+]
 """Models and batches that are not among JOBS."""
 TIMEOUT_S = 1500
 
@@ -25,24 +31,54 @@ def missing() -> str:
     """Return what this machine lacks for two nodes, or nothing."""
     tools = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if tools or os.geteuid() != 0:
-        return f"network namespaces need root and iproute2 (missing: {', '.join(tools) or 'root'})"
+        return (
+            "network namespaces need root and iproute2 (missing:"
+            f" {', '.join(tools) or 'root'})"
+        )
     return "" if len(os.sched_getaffinity(0)) >= 2 else "two nodes need two cores"
 
 
 @contextmanager
 def linked(rate: str) -> Iterator[Sequence[str]]:
-    """Yield the names of two namespaces that reach each other at a rate such as 500mbit, in each direction."""
+    """Yield the names of two namespaces that reach each other at a rate such as
+    500mbit, in each direction."""
     names = [f"zerokern-{os.getpid()}-{side}" for side in "ab"]
     with ExitStack() as stack:
         for name in names:
             _ip("netns", "add", name)
             stack.callback(_ip, "netns", "delete", name)
-        _ip("-n", names[0], "link", "add", "link0", "type", "veth", "peer", "name", "link0", "netns", names[1])
+        _ip(
+            "-n",
+            names[0],
+            "link",
+            "add",
+            "link0",
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "link0",
+            "netns",
+            names[1],
+        )
         for name, address in zip(names, ADDRESSES, strict=True):
             _ip("-n", name, "address", "add", f"{address}/24", "dev", "link0")
             for device in ("lo", "link0"):
                 _ip("-n", name, "link", "set", device, "up")
-            shape = ("qdisc", "add", "dev", "link0", "root", "tbf", "rate", rate, "burst", "128kb", "latency", "100ms")
+            shape = (
+                "qdisc",
+                "add",
+                "dev",
+                "link0",
+                "root",
+                "tbf",
+                "rate",
+                rate,
+                "burst",
+                "128kb",
+                "latency",
+                "100ms",
+            )
             subprocess.run(["tc", "-n", name, *shape], check=True)
         yield names
 
@@ -52,21 +88,36 @@ def _ip(*arguments: str) -> None:
 
 
 def launch(names: Sequence[str], ranks: int, script: Sequence[str]) -> None:
-    """Run a script under torchrun with so many ranks in each namespace, each namespace on a core of its own."""
+    """Run a script under torchrun with so many ranks in each namespace, each namespace
+    on a core of its own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "link0"}
     nodes = []
     try:
-        for index, (name, core) in enumerate(zip(names, sorted(os.sched_getaffinity(0)), strict=False)):
+        for index, (name, core) in enumerate(
+            zip(names, sorted(os.sched_getaffinity(0)), strict=False)
+        ):
             torchrun = [
-                *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(names)}", f"--node-rank={index}"),
-                *(f"--nproc-per-node={ranks}", f"--master-addr={ADDRESSES[0]}", f"--master-port={PORT}", *script),
+                *(
+                    sys.executable,
+                    "-m",
+                    "torch.distributed.run",
+                    f"--nnodes={len(names)}",
+                    f"--node-rank={index}",
+                ),
+                *(
+                    f"--nproc-per-node={ranks}",
+                    f"--master-addr={ADDRESSES[0]}",
+                    f"--master-port={PORT}",
+                    *script,
+                ),
             ]
             nodes.append(
                 subprocess.Popen(
-                    ["ip", "netns", "exec", name, *torchrun], env=environment,
+                    ["ip", "netns", "exec", name, *torchrun],
+                    env=environment,
                     preexec_fn=partial(os.sched_setaffinity, 0, {core}),
                 )
-            )  # fmt: skip
+            )
         for node in nodes:
             assert node.wait(TIMEOUT_S) == 0
     finally:
@@ -75,12 +126,17 @@ def launch(names: Sequence[str], ranks: int, script: Sequence[str]) -> None:
             node.wait()
 
 
-def measure(folder: Path, rate: str, rounds: int) -> tuple[Path, Mapping[int, list[float]]]:
-    """Return a machine's file as it is before calibration, and step times of JOBS and OTHERS on 2, 3 and 4 ranks."""
+def measure(
+    folder: Path, rate: str, rounds: int
+) -> tuple[Path, Mapping[int, list[float]]]:
+    """Return a machine's file as it is before calibration, and step times of JOBS and
+    OTHERS on 2, 3 and 4 ranks."""
     with linked(rate) as names:
         launch(names, 2, [__file__, str(folder), str(rounds)])
     times = json.loads((folder / "times.json").read_text())
-    return folder / "machine.json", {int(world): seconds for world, seconds in times.items()}
+    return folder / "machine.json", {
+        int(world): seconds for world, seconds in times.items()
+    }
 
 
 def main(folder: Path, rounds: int) -> None:

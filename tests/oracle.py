@@ -1,4 +1,5 @@
-"""What a sharded run is compared with, and how: torch's AdamW on one process, which plays every rank in turn."""
+"""What a sharded run is compared with, and how: torch's AdamW on one process, which
+plays every rank in turn."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ import zerokern
 STAGES = (1, 2, 3)
 
 REDUCED_SUMS = 2e-5
-"""Largest difference, relative to the largest element of a tensor, that another order of fp32 sums may make in a few
-steps: Adam divides by the root of the second moment, so the last bits of a gradient near zero move a parameter."""
+"""Largest difference, relative to the largest element of a tensor, that another order
+of fp32 sums may make in a few steps: Adam divides by the root of the second moment, so
+the last bits of a gradient near zero move a parameter."""
 
 
 def rank() -> int:
@@ -31,22 +33,37 @@ def world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def sharded(model: nn.Module, stage: int, params: Any = None, *, adam: Any = zerokern.AdamW, **options: Any) -> Any:
+def sharded(
+    model: nn.Module,
+    stage: int,
+    params: Any = None,
+    *,
+    adam: Any = zerokern.AdamW,
+    **options: Any,
+) -> Any:
     """Return our optimizer over `params`, by default all of the model's."""
     if stage == 3:
         options["model"] = model
-    return adam(model.parameters() if params is None else params, stage=stage, **options)
+    return adam(
+        model.parameters() if params is None else params, stage=stage, **options
+    )
 
 
 def whole(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """Return copies of all parameters, gathered."""
-    with optimizer.full_params() if hasattr(optimizer, "full_params") else nullcontext():
+    with (
+        optimizer.full_params() if hasattr(optimizer, "full_params") else nullcontext()
+    ):
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def state_of(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """Return copies of the whole state, as "parameter/name"."""
-    state = (optimizer.full_state_dict() if hasattr(optimizer, "full_state_dict") else optimizer.state_dict())["state"]
+    state = (
+        optimizer.full_state_dict()
+        if hasattr(optimizer, "full_state_dict")
+        else optimizer.state_dict()
+    )["state"]
     name_of = {id(p): name for name, p in model.named_parameters()}
     params = [p for group in optimizer.param_groups for p in group["params"]]
     return {
@@ -58,7 +75,8 @@ def state_of(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 
 
 def differing(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
-    """Return the names of tensors whose values are not the same bit for bit, or that only one side has."""
+    """Return the names of tensors whose values are not the same bit for bit, or that
+    only one side has."""
     return [
         name
         for name in sorted(ours.keys() | theirs.keys())
@@ -76,7 +94,8 @@ def distances(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, f
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference relative to the largest element; infinite if it is not a number."""
+    """Return the largest difference relative to the largest element; infinite if it is
+    not a number."""
     assert ours.shape == theirs.shape
     if not ours.numel():
         return 0.0
@@ -85,13 +104,22 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
     return value if value == value else float("inf")
 
 
-def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor], limit: float = REDUCED_SUMS) -> dict[str, float]:
+def apart(
+    ours: dict[str, Tensor], theirs: dict[str, Tensor], limit: float = REDUCED_SUMS
+) -> dict[str, float]:
     """Return the tensors that are further apart than the limit: {} is agreement."""
-    return {name: value for name, value in distances(ours, theirs).items() if not value <= limit}
+    return {
+        name: value
+        for name, value in distances(ours, theirs).items()
+        if not value <= limit
+    }
 
 
-def integer_gradient(shape: Any, step: int, index: int, of_rank: int, ranks: int) -> Tensor:
-    """Return small integers whose mean over the ranks is the same for every world, so that every sum is exact."""
+def integer_gradient(
+    shape: Any, step: int, index: int, of_rank: int, ranks: int
+) -> Tensor:
+    """Return small integers whose mean over the ranks is the same for every world, so
+    that every sum is exact."""
     generator = torch.Generator().manual_seed(7919 * step + index)
     mean = torch.randint(-8, 9, tuple(shape), generator=generator)
     spread = torch.randint(-4, 5, tuple(shape), generator=generator)
@@ -102,14 +130,22 @@ def set_integer_gradients(model: nn.Module, step: int) -> None:
     """Assign this rank's integer gradients to p.grad."""
     for index, param in enumerate(model.parameters()):
         if param.requires_grad:
-            param.grad = integer_gradient(param.shape, step, index, rank(), world()).to(param.dtype)
+            param.grad = integer_gradient(param.shape, step, index, rank(), world()).to(
+                param.dtype
+            )
 
 
 class Run:
-    """One training script, the same for our optimizer (on each rank) and for torch's (which plays `ranks` ranks)."""
+    """One training script, the same for our optimizer (on each rank) and for torch's
+    (which plays `ranks` ranks)."""
 
     def __init__(
-        self, stage: int | None, ranks: int, *, build: Callable[[], nn.Module] = models.forked, **options: Any
+        self,
+        stage: int | None,
+        ranks: int,
+        *,
+        build: Callable[[], nn.Module] = models.forked,
+        **options: Any,
     ) -> None:
         """Build model and optimizer.
 
@@ -117,7 +153,8 @@ class Run:
             stage: of ours; None for torch's.
             ranks: that torch's plays; of ours, the world size.
             build: makes the model.
-            options: of the optimizer. `groups` is a function from the model to param groups.
+            options: of the optimizer. `groups` is a function from the model to param
+                groups.
         """
         self.stage, self.ranks = stage, ranks
         self.model = build()
@@ -126,10 +163,17 @@ class Run:
         self.max_norm = options.pop("max_grad_norm", None)
         if stage is None:
             options.pop("buckets", None)
-            self.optimizer: Any = torch.optim.AdamW(groups(self.model), lr=self.lr, **options)
+            self.optimizer: Any = torch.optim.AdamW(
+                groups(self.model), lr=self.lr, **options
+            )
         else:
             self.optimizer = sharded(
-                self.model, stage, groups(self.model), lr=self.lr, max_grad_norm=self.max_norm, **options
+                self.model,
+                stage,
+                groups(self.model),
+                lr=self.lr,
+                max_grad_norm=self.max_norm,
+                **options,
             )
         self.buffers: list[int] = []
         """Bytes of scratch memory, each time the script asked."""
@@ -147,11 +191,17 @@ class Run:
 
     def loss(self, step: int, of_rank: int, **forward: Any) -> Tensor:
         """Return the loss of one rank's share of a batch."""
-        tokens, targets = (models.share(t, of_rank, self.ranks) for t in models.batch(step))
+        tokens, targets = (
+            models.share(t, of_rank, self.ranks) for t in models.batch(step)
+        )
         logits = self.model(tokens, **forward) if forward else self.model(tokens)
-        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return nn.functional.cross_entropy(
+            logits.flatten(0, 1).float(), targets.flatten()
+        )
 
-    def backward(self, step: int, loss: Callable[[int], Tensor] | None = None, **forward: Any) -> None:
+    def backward(
+        self, step: int, loss: Callable[[int], Tensor] | None = None, **forward: Any
+    ) -> None:
         """Form the gradients of the mean loss over the ranks."""
         for r in self.each():
             value = self.loss(step, r, **forward) if loss is None else loss(r)
@@ -176,7 +226,11 @@ class Run:
     def clip(self, max_norm: float) -> None:
         """Clip by a call, and note the norm."""
         clip = nn.utils.clip_grad_norm_ if self.torch else None
-        norm = clip(self.model.parameters(), max_norm) if clip else self.optimizer.clip_grad_norm_(max_norm)
+        norm = (
+            clip(self.model.parameters(), max_norm)
+            if clip
+            else self.optimizer.clip_grad_norm_(max_norm)
+        )
         self.seen.append(norm.detach().clone())
 
     def evaluate(self, step: int) -> None:
@@ -184,7 +238,11 @@ class Run:
         self.model.eval()
         with torch.no_grad():
             tokens, targets = models.batch(step)
-            self.seen.append(nn.functional.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten()))
+            self.seen.append(
+                nn.functional.cross_entropy(
+                    self.model(tokens).flatten(0, 1), targets.flatten()
+                )
+            )
         self.model.train()
         self.note_buffers()
 

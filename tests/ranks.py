@@ -1,4 +1,5 @@
-"""Run a function on several ranks of a real process group: forked processes, gloo, a file for rendezvous."""
+"""Run a function on several ranks of a real process group: forked processes, gloo, a
+file for rendezvous."""
 
 from __future__ import annotations
 
@@ -24,10 +25,17 @@ JOIN_S = 240
 
 
 def worlds(*usual: int, rarely: int | tuple[int, ...]) -> list[Any]:
-    """Return sizes of the world as parameters. A group of ranks is what costs time: some are for long runs only."""
+    """Return sizes of the world as parameters. A group of ranks is what costs time:
+    some are for long runs only."""
     others = (rarely,) if isinstance(rarely, int) else rarely
     params = [pytest.param(size, id=f"world{size}") for size in usual]
-    return [*params, *(pytest.param(size, id=f"world{size}", marks=pytest.mark.long) for size in others)]
+    return [
+        *params,
+        *(
+            pytest.param(size, id=f"world{size}", marks=pytest.mark.long)
+            for size in others
+        ),
+    ]
 
 
 class RankError(AssertionError):
@@ -35,16 +43,22 @@ class RankError(AssertionError):
 
 
 def run(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Return what `function(*args)` returns on each of `world` ranks. Results must be picklable.
+    """Return what `function(*args)` returns on each of `world` ranks. Results must be
+    picklable.
 
-    Forking spares every rank the import of torch, so the function may be a closure or defined in a test.
+    Forking spares every rank the import of torch, so the function may be a closure or
+    defined in a test.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_enter, args=(theirs, folder, rank, world, function, args), daemon=True)
+            process = context.Process(
+                target=_enter,
+                args=(theirs, folder, rank, world, function, args),
+                daemon=True,
+            )
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -59,7 +73,8 @@ def run(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 class Cases:
-    """What each rank returned for each of many cases; asking for a case that failed raises its traceback."""
+    """What each rank returned for each of many cases; asking for a case that failed
+    raises its traceback."""
 
     def __init__(self) -> None:
         self.values: dict[Any, list[Any]] = {}
@@ -72,9 +87,11 @@ class Cases:
 
 
 def run_cases(world: int, cases: Mapping[Any, Callable[[], Any]]) -> Cases:
-    """Run many cases on one group of ranks, one after the other, since starting a group costs more than most of them.
+    """Run many cases on one group of ranks, one after the other, since starting a group
+    costs more than most of them.
 
-    A case that fails on any rank, or kills it, ends its group; those after it get a new one.
+    A case that fails on any rank, or kills it, ends its group; those after it get a new
+    one.
     """
     done, waiting = Cases(), dict(cases)
     while waiting:
@@ -86,8 +103,14 @@ def run_cases(world: int, cases: Mapping[Any, Callable[[], Any]]) -> Cases:
                 death = str(error)
             for index, name in enumerate(list(waiting)):
                 del waiting[name]
-                answers = [_answer(Path(folder) / f"{r}.{index}", death) for r in range(world)]
-                failures = [f"rank {r}:\n{a.text}" for r, a in enumerate(answers) if isinstance(a, _Failure)]
+                answers = [
+                    _answer(Path(folder) / f"{r}.{index}", death) for r in range(world)
+                ]
+                failures = [
+                    f"rank {r}:\n{a.text}"
+                    for r, a in enumerate(answers)
+                    if isinstance(a, _Failure)
+                ]
                 if failures:
                     done.errors[name] = "\n".join(failures)
                     break
@@ -129,7 +152,10 @@ def _collect(pipes: list[Any], processes: list[Any]) -> list[Any]:
             ok, value = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
         except EOFError:
             processes[rank].join(5)
-            ok, value = False, f"the process ended with exit code {processes[rank].exitcode}"
+            ok, value = (
+                False,
+                f"the process ended with exit code {processes[rank].exitcode}",
+            )
         if ok:
             results[rank] = value
         else:
@@ -139,18 +165,30 @@ def _collect(pipes: list[Any], processes: list[Any]) -> list[Any]:
     return results
 
 
-def _enter(pipe: Any, folder: str, rank: int, world: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _enter(
+    pipe: Any,
+    folder: str,
+    rank: int,
+    world: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
     torch.set_num_threads(1)
-    gc.freeze()  # what the parent has made is not looked through again, which would copy every page of it
+    # What the parent has made is not looked through again, which would copy every page.
+    gc.freeze()
     try:
         dist.init_process_group(
-            "gloo", init_method=(Path(folder) / "rendezvous").as_uri(), rank=rank, world_size=world,
+            "gloo",
+            init_method=(Path(folder) / "rendezvous").as_uri(),
+            rank=rank,
+            world_size=world,
             timeout=timedelta(seconds=TIMEOUT_S),
-        )  # fmt: skip
+        )
         answer = True, function(*args)
     except BaseException:
         answer = False, traceback.format_exc()
-    bytes_of = io.BytesIO()  # a pickled tensor would travel as a file descriptor of a process that is gone
+    # A pickled tensor would travel as a file descriptor of a process that is gone.
+    bytes_of = io.BytesIO()
     torch.save(answer, bytes_of)
     pipe.send_bytes(bytes_of.getvalue())
     pipe.close()

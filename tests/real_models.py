@@ -1,4 +1,5 @@
-"""Architectures of public libraries, tiny and randomly initialised, and a U-Net; with the data that they train on."""
+"""Architectures of public libraries, tiny and randomly initialised, and a U-Net; with
+the data that they train on."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here is downloaded, and nothing is looked up
+# Nothing here is downloaded, and nothing is looked up.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import transformers
@@ -42,7 +44,8 @@ class Task:
     """Not every parameter has a gradient in every backward."""
 
     def model(self) -> nn.Module:
-        """Return the same model every time, ready to train. No parameter is zero, lest it hide an update or a skip."""
+        """Return the same model every time, ready to train. No parameter is zero, lest
+        it hide an update or a skip."""
         torch.manual_seed(0)
         model = self.build().train()
         with torch.no_grad():
@@ -62,69 +65,119 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     return output if isinstance(output, Tensor) else output.loss
 
 
-# ---------------------------------------------------------------------- causal language models
+# --------------------------------------------------------------- causal language models
 
 
 SMOOTH = "gelu"
-"""Instead of relu: an input of relu that is zero but for rounding has a gradient on one side of zero and none on the
-other, so that two runs whose sums differ in their last bits part, on some CPUs and not on others."""
+"""Instead of relu: an input of relu that is zero but for rounding has a gradient on one
+side of zero and none on the other, so that two runs whose sums differ in their last
+bits part, on some CPUs and not on others."""
 
 
 def gpt2() -> nn.Module:
     """Tied embeddings, learnt positions, biases everywhere."""
     config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=LAYERS, n_head=4, bos_token_id=1, eos_token_id=2,
-        embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        n_positions=32,
+        n_embd=32,
+        n_layer=LAYERS,
+        n_head=4,
+        bos_token_id=1,
+        eos_token_id=2,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        resid_pdrop=0.0,
+    )
     return transformers.GPT2LMHeadModel(config)
 
 
 _LLAMA: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 32, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+}
 
 
 def llama() -> nn.Module:
     """Tied embeddings, rotary positions, grouped queries, no biases."""
     return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**_LLAMA, intermediate_size=48, tie_word_embeddings=True)
+        transformers.LlamaConfig(
+            **_LLAMA, intermediate_size=48, tie_word_embeddings=True
+        )
     )
 
 
 def mixtral() -> nn.Module:
     """Experts as slices of one weight, and a loss that balances them."""
     config = transformers.MixtralConfig(
-        **_LLAMA, intermediate_size=24, num_local_experts=EXPERTS, num_experts_per_tok=1, output_router_logits=True
+        **_LLAMA,
+        intermediate_size=24,
+        num_local_experts=EXPERTS,
+        num_experts_per_tok=1,
+        output_router_logits=True,
     )
-    return transformers.MixtralForCausalLM._from_config(config, experts_implementation="eager")
+    return transformers.MixtralForCausalLM._from_config(
+        config, experts_implementation="eager"
+    )
 
 
 def qwen2_moe() -> nn.Module:
     """Experts beside one that every token passes."""
     config = transformers.Qwen2MoeConfig(
-        **_LLAMA, intermediate_size=48, moe_intermediate_size=16, shared_expert_intermediate_size=16,
-        num_experts=EXPERTS, num_experts_per_tok=2, output_router_logits=True,
-    )  # fmt: skip
-    return transformers.Qwen2MoeForCausalLM._from_config(config, experts_implementation="eager")
+        **_LLAMA,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        num_experts=EXPERTS,
+        num_experts_per_tok=2,
+        output_router_logits=True,
+    )
+    return transformers.Qwen2MoeForCausalLM._from_config(
+        config, experts_implementation="eager"
+    )
 
 
 def switch() -> nn.Module:
-    """Experts as modules: those that no token of any rank chose have no gradient in that step."""
+    """Experts as modules: those that no token of any rank chose have no gradient in
+    that step."""
     config = transformers.SwitchTransformersConfig(
-        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=24, num_layers=2, num_decoder_layers=2, num_heads=4,
-        num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, num_experts=EXPERTS, router_jitter_noise=0.0,
-        dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0, dense_act_fn=SMOOTH,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        d_model=32,
+        d_kv=8,
+        d_ff=24,
+        num_layers=2,
+        num_decoder_layers=2,
+        num_heads=4,
+        num_sparse_encoder_layers=1,
+        num_sparse_decoder_layers=1,
+        num_experts=EXPERTS,
+        router_jitter_noise=0.0,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+        dense_act_fn=SMOOTH,
+    )
     return transformers.SwitchTransformersForConditionalGeneration(config)
 
 
 def t5() -> nn.Module:
-    """One embedding for encoder, decoder and head; the encoder's output enters every block of the decoder."""
+    """One embedding for encoder, decoder and head; the encoder's output enters every
+    block of the decoder."""
     config = transformers.T5Config(
-        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=LAYERS, num_heads=4, dropout_rate=0.0,
-        decoder_start_token_id=0, feed_forward_proj=f"gated-{SMOOTH}",
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=LAYERS,
+        num_heads=4,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        feed_forward_proj=f"gated-{SMOOTH}",
+    )
     return transformers.T5ForConditionalGeneration(config)
 
 
@@ -133,13 +186,18 @@ def t5_block(module: nn.Module) -> bool:
     return isinstance(module, T5Block)
 
 
-def checkpointed(build: Callable[[], nn.Module], *, reentrant: bool) -> Callable[[], nn.Module]:
-    """Return a function that builds the model with its layers recomputed in backward."""
+def checkpointed(
+    build: Callable[[], nn.Module], *, reentrant: bool
+) -> Callable[[], nn.Module]:
+    """Return a function that builds the model with its layers recomputed in
+    backward."""
 
     def with_checkpoints() -> nn.Module:
         model: Any = build()
         with old_names():
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+            model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": reentrant}
+            )
         return model
 
     return with_checkpoints
@@ -147,16 +205,25 @@ def checkpointed(build: Callable[[], nn.Module], *, reentrant: bool) -> Callable
 
 def lora(build: Callable[[], nn.Module] = gpt2) -> nn.Module:
     """Adapters of rank 1 on the attention of a model of which 99 % are frozen."""
-    config = LoraConfig(r=1, lora_alpha=2, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.0)
+    config = LoraConfig(
+        r=1,
+        lora_alpha=2,
+        target_modules=["c_attn"],
+        fan_in_fan_out=True,
+        lora_dropout=0.0,
+    )
     with old_names():
         return get_peft_model(build(), config)
 
 
 @contextmanager
 def old_names() -> Iterator[None]:
-    """Leave out the warning of transformers 5.24 that PEFT, and we for the sake of Python 3.10, use old names."""
+    """Leave out the warning of transformers 5.24 that PEFT, and we for the sake of
+    Python 3.10, use old names."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*gradient_checkpointing.* is deprecated", FutureWarning)
+        warnings.filterwarnings(
+            "ignore", ".*gradient_checkpointing.* is deprecated", FutureWarning
+        )
         yield
 
 
@@ -174,14 +241,22 @@ def tokens(generator: torch.Generator) -> Batch:
 def vit() -> nn.Module:
     """Patches, a class token, layers."""
     config = transformers.ViTConfig(
-        hidden_size=32, num_hidden_layers=LAYERS, num_attention_heads=4, intermediate_size=48, image_size=32,
-        patch_size=8, num_labels=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+        hidden_size=32,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        intermediate_size=48,
+        image_size=32,
+        patch_size=8,
+        num_labels=4,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     return transformers.ViTForImageClassification(config)
 
 
 def resnet_layer(module: nn.Module) -> bool:
-    """Return whether a module of the ResNet is gathered as one: less than the stages, which are in a ModuleList."""
+    """Return whether a module of the ResNet is gathered as one: less than the stages,
+    which are in a ModuleList."""
     return isinstance(module, ResNetBasicLayer)
 
 
@@ -201,11 +276,14 @@ def resnet() -> nn.Module:
 def images(generator: torch.Generator) -> Batch:
     """Return noise whose mean tells the class."""
     labels = torch.randint(0, 4, (2 * ROWS,), generator=generator)
-    pixels = torch.randn(2 * ROWS, 3, 32, 32, generator=generator) + labels[:, None, None, None]
+    pixels = (
+        torch.randn(2 * ROWS, 3, 32, 32, generator=generator)
+        + labels[:, None, None, None]
+    )
     return {"pixel_values": pixels, "labels": labels}
 
 
-# ---------------------------------------------------------------------- a diffusion model
+# -------------------------------------------------------------------- a diffusion model
 
 
 class ResidualBlock(nn.Module):
@@ -213,13 +291,24 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, times: int) -> None:
         super().__init__()
-        self.norm1, self.conv1 = nn.GroupNorm(4, inputs), nn.Conv2d(inputs, outputs, 3, padding=1)
-        self.norm2, self.conv2 = nn.GroupNorm(4, outputs), nn.Conv2d(outputs, outputs, 3, padding=1)
+        self.norm1, self.conv1 = (
+            nn.GroupNorm(4, inputs),
+            nn.Conv2d(inputs, outputs, 3, padding=1),
+        )
+        self.norm2, self.conv2 = (
+            nn.GroupNorm(4, outputs),
+            nn.Conv2d(outputs, outputs, 3, padding=1),
+        )
         self.time = nn.Linear(times, outputs)
-        self.skip = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
+        self.skip = (
+            nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
+        )
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        h = self.conv1(F.silu(self.norm1(x))) + self.time(F.silu(time))[:, :, None, None]
+        h = (
+            self.conv1(F.silu(self.norm1(x)))
+            + self.time(F.silu(time))[:, :, None, None]
+        )
         return self.skip(x) + self.conv2(F.silu(self.norm2(h)))
 
 
@@ -243,18 +332,27 @@ class UpBlock(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, times: int) -> None:
         super().__init__()
-        self.grow, self.residual = nn.Conv2d(inputs, outputs, 3, padding=1), ResidualBlock(2 * outputs, outputs, times)
+        self.grow, self.residual = (
+            nn.Conv2d(inputs, outputs, 3, padding=1),
+            ResidualBlock(2 * outputs, outputs, times),
+        )
 
     def forward(self, x: Tensor, time: Tensor, *, skip: Tensor) -> Tensor:
-        return self.residual(torch.cat([self.grow(F.interpolate(x, scale_factor=2.0)), skip], dim=1), time)
+        return self.residual(
+            torch.cat([self.grow(F.interpolate(x, scale_factor=2.0)), skip], dim=1),
+            time,
+        )
 
 
 class UNet(nn.Module):
-    """Predicts the noise of an image. It has no ModuleList: what is gathered as one is said by type."""
+    """Predicts the noise of an image. It has no ModuleList: what is gathered as one is
+    said by type."""
 
     def __init__(self, channels: int = 8, times: int = 16) -> None:
         super().__init__()
-        self.time = nn.Sequential(nn.Linear(1, times), nn.SiLU(), nn.Linear(times, times))
+        self.time = nn.Sequential(
+            nn.Linear(1, times), nn.SiLU(), nn.Linear(times, times)
+        )
         self.first = nn.Conv2d(3, channels, 3, padding=1)
         self.down1, self.down2 = (
             DownBlock(channels, channels, times),
@@ -287,4 +385,8 @@ def noisy_images(generator: torch.Generator) -> Batch:
     time = torch.rand(ROWS, 1, generator=generator)
     stripes = torch.sin(torch.arange(8.0)).expand(ROWS, 3, 8, 8)
     weight = time[:, :, None, None]
-    return {"noisy": (1 - weight) * stripes + weight * noise, "time": time, "noise": noise}
+    return {
+        "noisy": (1 - weight) * stripes + weight * noise,
+        "time": time,
+        "noise": noise,
+    }

@@ -1,8 +1,10 @@
-"""A long and eventful life of an optimizer: a random script, the same on all ranks, and an oracle that lives it alone.
+"""A long and eventful life of an optimizer: a random script, the same on all ranks, and
+an oracle that lives it alone.
 
-The oracle has no process group and plays every rank in turn: gradients by autograd on a plain model, summed in rank
-order in fp32, times fp32(1 / W), added up as each stage's rules say, and given to AdamW in a world of one. So both
-sides do the same operations in the same order, and every weight must have the same bits.
+The oracle has no process group and plays every rank in turn: gradients by autograd on a
+plain model, summed in rank order in fp32, times fp32(1 / W), added up as each stage's
+rules say, and given to AdamW in a world of one. So both sides do the same operations in
+the same order, and every weight must have the same bits.
 """
 
 from __future__ import annotations
@@ -77,10 +79,17 @@ def script(seed: int, steps: int, ranks: int) -> list[Step]:
 
 
 def _step(chance: random.Random, number: int, ranks: int) -> Step:
-    fault = (chance.choice(FAULTS), chance.choice(PLACES)) if chance.random() < 0.15 else None
+    fault = (
+        (chance.choice(FAULTS), chance.choice(PLACES))
+        if chance.random() < 0.15
+        else None
+    )
     count = chance.choice((1, 1, 2, 3))
     infinite = chance.randrange(count) if chance.random() < 0.06 else None
-    micros = [_micro(chance, 10 * number + i, ranks, infinite=i == infinite) for i in range(count)]
+    micros = [
+        _micro(chance, 10 * number + i, ranks, infinite=i == infinite)
+        for i in range(count)
+    ]
     if fault is not None and fault[0] == "recompute" and micros[-1].checkpoint is None:
         fault = ("backward", fault[1])
     return Step(
@@ -96,7 +105,8 @@ def _step(chance: random.Random, number: int, ranks: int) -> Step:
 
 def _micro(chance: random.Random, batch: int, ranks: int, *, infinite: bool) -> Micro:
     checkpoint = chance.choice((None, None, False, True))
-    # A reentrant checkpoint brings the gradients of two calls apart, and the first time the engine cannot know that.
+    # A reentrant checkpoint brings the gradients of two calls apart, and the first time
+    # the engine cannot know that.
     order = chance.choice(ORDERS[:3] if checkpoint else ORDERS)
     return Micro(
         batch=batch,
@@ -110,7 +120,7 @@ def _micro(chance: random.Random, batch: int, ranks: int, *, infinite: bool) -> 
     )
 
 
-# ---------------------------------------------------------------------- what both sides do
+# ------------------------------------------------------------------- what both sides do
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
@@ -122,10 +132,14 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def run_micro(model: Any, micro: Micro, of_rank: int, fault: tuple[str, str] | None) -> float:
+def run_micro(
+    model: Any, micro: Micro, of_rank: int, fault: tuple[str, str] | None
+) -> float:
     """Run forward and backward of one rank's rows. Return the loss."""
     model.checkpoint = micro.checkpoint
-    tokens, targets = (models.share(t, of_rank, len(micro.uses)) for t in models.batch(micro.batch))
+    tokens, targets = (
+        models.share(t, of_rank, len(micro.uses)) for t in models.batch(micro.batch)
+    )
     with broken(model, fault):
         logits = model(tokens, micro.order, micro.uses[of_rank])
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -138,7 +152,9 @@ def run_micro(model: Any, micro: Micro, of_rank: int, fault: tuple[str, str] | N
 def evaluate(model: Any, micro: Micro, of_rank: int) -> float:
     """Return the loss of other rows, without a graph."""
     model.checkpoint = None
-    tokens, targets = (models.share(t, of_rank, len(micro.uses)) for t in models.batch(micro.batch + 7))
+    tokens, targets = (
+        models.share(t, of_rank, len(micro.uses)) for t in models.batch(micro.batch + 7)
+    )
     with torch.no_grad():
         return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).item()
 
@@ -161,7 +177,11 @@ def broken(model: Any, fault: tuple[str, str] | None) -> Iterator[None]:
             output.register_hook(fail)
 
     later = kind == "backward"
-    handle = module.register_forward_hook(fail_later) if later else module.register_forward_pre_hook(fail)
+    handle = (
+        module.register_forward_hook(fail_later)
+        if later
+        else module.register_forward_pre_hook(fail)
+    )
     try:
         yield
     finally:
@@ -172,7 +192,8 @@ def digest(tensors: Iterable[Tensor]) -> int:
     """Return a checksum of the bits."""
     value = 0
     for tensor in tensors:
-        value = zlib.crc32(tensor.detach().clone().numpy(), value)  # an array of the memory itself would pin it
+        # An array of the memory itself would pin it.
+        value = zlib.crc32(tensor.detach().clone().numpy(), value)
     return value
 
 
@@ -191,7 +212,8 @@ class Life:
     """What was seen of a run, on one rank."""
 
     seen: list[tuple[int, str, float]] = field(default_factory=list)
-    """(step, what, value): losses, checksums of parameters. The same bits on both sides."""
+    """(step, what, value): losses, checksums of parameters. The same bits on both
+    sides."""
     norms: list[float] = field(default_factory=list)
     whole: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     """Parameters and state after some steps."""
@@ -221,12 +243,15 @@ class Memory:
     peak: list[int] = field(default_factory=list)
     """Largest scratch memory so far."""
     tensors: list[int] = field(default_factory=list)
-    """Tensors that Python knows of after an update and zero_grad. An abandoned step may leave local gradients."""
+    """Tensors that Python knows of after an update and zero_grad. An abandoned step may
+    leave local gradients."""
     resident: list[int] = field(default_factory=list)
     """Bytes of the process."""
 
 
-def live(stage: int, steps: Sequence[Step], checkpoints: Sequence[int], probe_every: int = 10) -> tuple[Life, Memory]:
+def live(
+    stage: int, steps: Sequence[Step], checkpoints: Sequence[int], probe_every: int = 10
+) -> tuple[Life, Memory]:
     """Run a script on this rank."""
     life, memory = Life(), Memory()
     gc.collect()
@@ -242,16 +267,23 @@ def live(stage: int, steps: Sequence[Step], checkpoints: Sequence[int], probe_ev
             optimizer.comm_log(clear=True)  # the log itself grows up to 65,536 entries
             if number % probe_every == 0:
                 if len(memory.roles) > updates:
-                    memory.tensors.append(_tensors() - sum(map(len, life.whole.values())))
+                    memory.tensors.append(
+                        _tensors() - sum(map(len, life.whole.values()))
+                    )
                 memory.resident.append(_resident_bytes())
             if number + 1 in checkpoints:
-                life.whole[number + 1] = {**whole(model, optimizer), **state_of(model, optimizer)}
+                life.whole[number + 1] = {
+                    **whole(model, optimizer),
+                    **state_of(model, optimizer),
+                }
     life.skipped = int(optimizer.skipped_steps)
     gc.unfreeze()
     return life, memory
 
 
-def _live_step(model: Any, optimizer: Any, step: Step, number: int, life: Life, memory: Memory) -> None:
+def _live_step(
+    model: Any, optimizer: Any, step: Step, number: int, life: Life, memory: Memory
+) -> None:
     for group in optimizer.param_groups:
         group["lr"] = step.lr
     held = memory.roles
@@ -259,7 +291,9 @@ def _live_step(model: Any, optimizer: Any, step: Step, number: int, life: Life, 
         for index, micro in enumerate(step.micros):
             fault = step.fault if index == len(step.micros) - 1 else None
             with optimizer.no_sync() if micro.no_sync else nullcontext():
-                life.seen.append((number, "loss", run_micro(model, micro, rank(), fault)))
+                life.seen.append(
+                    (number, "loss", run_micro(model, micro, rank(), fault))
+                )
             if micro.evaluate:
                 life.seen.append((number, "evaluation", evaluate(model, micro, rank())))
             if micro.read:
@@ -273,7 +307,9 @@ def _live_step(model: Any, optimizer: Any, step: Step, number: int, life: Life, 
         if step.clip is not None:
             life.norms.append(optimizer.clip_grad_norm_(step.clip).item())
         optimizer.step()
-    (model if step.zeroed_by_model else optimizer).zero_grad(set_to_none=step.set_to_none)
+    (model if step.zeroed_by_model else optimizer).zero_grad(
+        set_to_none=step.set_to_none
+    )
     held.append(vars(optimizer.memory()))
     if step.reload:
         optimizer.load_state_dict(quiet_state_dict(optimizer))
@@ -307,7 +343,9 @@ class Oracle:
         """Where gradients are formed, and where the optimizer updates."""
         self.optimizer = zerokern.AdamW(groups_of(self.held))
         self.params = list(self.model.parameters())
-        self.local: list[list[Tensor | None]] = [[None] * len(self.params) for _ in range(ranks)]
+        self.local: list[list[Tensor | None]] = [
+            [None] * len(self.params) for _ in range(ranks)
+        ]
         """p.grad of each rank: what was not reduced yet."""
         self.reduced: list[Tensor | None] = [None] * len(self.params)
         self.backwards = 0
@@ -320,7 +358,10 @@ class Oracle:
             for number, step in enumerate(steps):
                 self._run_step(step, number)
                 if number + 1 in checkpoints:
-                    found = {**whole(self.held, self.optimizer), **state_of(self.held, self.optimizer)}
+                    found = {
+                        **whole(self.held, self.optimizer),
+                        **state_of(self.held, self.optimizer),
+                    }
                     for life in self.lives:
                         life.whole[number + 1] = found
         for life in self.lives:
@@ -340,20 +381,26 @@ class Oracle:
                     self._reduce()
             for r, life in enumerate(self.lives):
                 if micro.evaluate:
-                    life.seen.append((number, "evaluation", evaluate(self.model, micro, r)))
+                    life.seen.append(
+                        (number, "evaluation", evaluate(self.model, micro, r))
+                    )
                 if micro.read:
                     life.seen.append((number, "parameters", digest(self.params)))
         if not failed:
             self._update(step)
         self._zero(step.set_to_none)
 
-    def _backward(self, micro: Micro, number: int, fault: tuple[str, str] | None) -> bool:
+    def _backward(
+        self, micro: Micro, number: int, fault: tuple[str, str] | None
+    ) -> bool:
         failures = []
         for r, life in enumerate(self.lives):
             for param, grad in zip(self.params, self.local[r], strict=True):
                 param.grad = grad
             try:
-                life.seen.append((number, "loss", run_micro(self.model, micro, r, fault)))
+                life.seen.append(
+                    (number, "loss", run_micro(self.model, micro, r, fault))
+                )
             except Fault:
                 failures.append(r)
                 life.faults += 1
@@ -366,7 +413,9 @@ class Oracle:
             mine = [grads[index] for grads in self.local]
             if all(grad is None for grad in mine) and self.reduced[index] is None:
                 continue
-            first, *others = (torch.zeros_like(param) if grad is None else grad for grad in mine)
+            first, *others = (
+                torch.zeros_like(param) if grad is None else grad for grad in mine
+            )
             total = first.clone()
             for other in others:
                 total += other
@@ -401,7 +450,7 @@ class Oracle:
         self.reduced = [zeroed(grad) for grad in self.reduced]
 
 
-# ---------------------------------------------------------------------- one abandoned step
+# ------------------------------------------------------------------- one abandoned step
 
 FINE = zerokern.Buckets(bytes=1)
 """A bucket for each parameter: of some, a rank uses nothing."""
@@ -410,7 +459,8 @@ FINE = zerokern.Buckets(bytes=1)
 def after_an_abandoned_step(
     stage: int, uses: tuple[str, ...] | None, zero: tuple[str, bool], *, fine: bool
 ) -> dict[str, Tensor]:
-    """Abandon a step that was reduced, and then went on under no_sync. Make another; return parameters and state.
+    """Abandon a step that was reduced, and then went on under no_sync. Make another;
+    return parameters and state.
 
     Args:
         stage: of the optimizer.
@@ -423,7 +473,9 @@ def after_an_abandoned_step(
     tokens, targets = (models.share(t, rank(), world()) for t in models.batch(0))
 
     def backward(use: str) -> None:
-        F.cross_entropy(model(tokens, (0, 1), use).flatten(0, 1), targets.flatten()).backward()
+        F.cross_entropy(
+            model(tokens, (0, 1), use).flatten(0, 1), targets.flatten()
+        ).backward()
 
     if uses is not None:
         backward(uses[rank()])
@@ -435,12 +487,21 @@ def after_an_abandoned_step(
     return {**whole(model, optimizer), **state_of(model, optimizer)}
 
 
-def step_without_a_gradient(stage: int, uses: tuple[str, ...], who: str, *, fine: bool) -> dict[str, Tensor]:
-    """Zero in place what was reduced, and step: gradients are zero. Return the moments."""
+def step_without_a_gradient(
+    stage: int, uses: tuple[str, ...], who: str, *, fine: bool
+) -> dict[str, Tensor]:
+    """Zero in place what was reduced, and step: gradients are zero. Return the
+    moments."""
     model = models.forked()
     optimizer = sharded(model, stage, **({"buckets": FINE} if fine else {}))
     tokens, targets = (models.share(t, rank(), world()) for t in models.batch(0))
-    F.cross_entropy(model(tokens, (0, 1), uses[rank()]).flatten(0, 1), targets.flatten()).backward()
+    F.cross_entropy(
+        model(tokens, (0, 1), uses[rank()]).flatten(0, 1), targets.flatten()
+    ).backward()
     (model if who == "model" else optimizer).zero_grad(set_to_none=False)
     optimizer.step()
-    return {name: value for name, value in state_of(model, optimizer).items() if "exp_avg" in name}
+    return {
+        name: value
+        for name, value in state_of(model, optimizer).items()
+        if "exp_avg" in name
+    }

@@ -1,4 +1,5 @@
-"""What is not here says so: sharded parameters and reduced gradients refuse to be read, and name the remedy."""
+"""What is not here says so: sharded parameters and reduced gradients refuse to be read,
+and name the remedy."""
 
 from __future__ import annotations
 
@@ -41,15 +42,30 @@ READS: dict[str, Use] = {
     "torch.save": lambda model, p: torch.save(p, io.BytesIO()),
     "a cast of the model": lambda model, p: model.double(),
     "an average of models": lambda model, p: AveragedModel(model),
-    "a method other than forward": lambda model, p: model.blocks[1].encode(torch.ones(2, 17)),
-    "a vector of parameters": lambda model, p: nn.utils.parameters_to_vector(model.parameters()),
+    "a method other than forward": (
+        lambda model, p: model.blocks[1].encode(torch.ones(2, 17))
+    ),
+    "a vector of parameters": lambda model, p: nn.utils.parameters_to_vector(
+        model.parameters()
+    ),
     "the weight of another unit": lambda model, p: model.penalty(),
 }
 TELLS: dict[str, Use] = {
-    "shape": lambda model, p: p.shape == (33, 17) and p.size(0) == 33 and p.dim() == 2 and len(p) == 33,
-    "numel": lambda model, p: p.numel() == 561 and sum(q.numel() for q in model.parameters()) > 561,
-    "dtype": lambda model, p: p.dtype == torch.float32 and p.device.type == "cpu" and p.is_floating_point(),
-    "kind": lambda model, p: isinstance(p, nn.Parameter) and p.is_leaf and p.requires_grad and not p.is_sparse,
+    "shape": lambda model, p: (
+        p.shape == (33, 17) and p.size(0) == 33 and p.dim() == 2 and len(p) == 33
+    ),
+    "numel": lambda model, p: (
+        p.numel() == 561 and sum(q.numel() for q in model.parameters()) > 561
+    ),
+    "dtype": lambda model, p: (
+        p.dtype == torch.float32 and p.device.type == "cpu" and p.is_floating_point()
+    ),
+    "kind": lambda model, p: (
+        isinstance(p, nn.Parameter)
+        and p.is_leaf
+        and p.requires_grad
+        and not p.is_sparse
+    ),
     "hash": lambda model, p: p in {p} and p is model.blocks[0].up.weight,
     "repr": lambda model, p: "nan" in repr(p),
     "grad": lambda model, p: p.grad is None,
@@ -91,7 +107,8 @@ def model() -> Model:
 
 
 def read_sharded(use: Use) -> str:
-    """Return what is said to somebody who reads a sharded parameter; training must go on as if nobody had."""
+    """Return what is said to somebody who reads a sharded parameter; training must go
+    on as if nobody had."""
     net = model()
     optimizer = sharded(net, 3)
     models.loss_of(net, *models.batch(0)).backward()
@@ -129,12 +146,18 @@ def with_method(stage: int | None, name: str, ranks_played: int) -> dict[str, An
     """Train through a method other than forward."""
     run = Run(stage, ranks_played, build=model, buckets=Buckets(bytes=6000))
     if not run.torch:
-        run.optimizer.register_forward_method(run.model if name == "embed" else run.model.blocks[1], name)
+        run.optimizer.register_forward_method(
+            run.model if name == "embed" else run.model.blocks[1], name
+        )
 
     def loss(of_rank: int, step: int) -> Tensor:
-        tokens, targets = (models.share(t, of_rank, ranks_played) for t in models.batch(step))
+        tokens, targets = (
+            models.share(t, of_rank, ranks_played) for t in models.batch(step)
+        )
         if name == "embed":
-            return nn.functional.cross_entropy(run.model.embed(tokens).flatten(0, 1), targets.flatten())
+            return nn.functional.cross_entropy(
+                run.model.embed(tokens).flatten(0, 1), targets.flatten()
+            )
         x = torch.linspace(-1, 1, 34).view(2, 17) * (of_rank + 1)
         return run.model.blocks[1].encode(x).square().mean() + run.loss(step, of_rank)
 
@@ -146,9 +169,13 @@ def with_method(stage: int | None, name: str, ranks_played: int) -> dict[str, An
 
 
 def averages(stage: int) -> list[str]:
-    """Average the weights of 3 steps inside full_params; return where a plain model's average differs."""
+    """Average the weights of 3 steps inside full_params; return where a plain model's
+    average differs."""
     nets = model(), model()
-    optimizers = sharded(nets[0], stage, lr=1e-2), zerokern.AdamW(nets[1].parameters(), lr=1e-2)
+    optimizers = (
+        sharded(nets[0], stage, lr=1e-2),
+        zerokern.AdamW(nets[1].parameters(), lr=1e-2),
+    )
     averaged = []
     for net, optimizer in zip(nets, optimizers, strict=True):
         with optimizer.full_params():
@@ -161,12 +188,15 @@ def averages(stage: int) -> list[str]:
                 average.update_parameters(net)
         with torch.no_grad():
             average(models.batch(0)[0])  # a plain model: no hook of ours follows it
-        averaged.append({name: p.detach().clone() for name, p in average.module.named_parameters()})
+        averaged.append(
+            {name: p.detach().clone() for name, p in average.module.named_parameters()}
+        )
     return differing(*averaged)
 
 
 def copied(stage: int) -> bool:
-    """Copy and pickle the model inside full_params; the copy is plain and trains by itself."""
+    """Copy and pickle the model inside full_params; the copy is plain and trains by
+    itself."""
     net = model()
     optimizer = sharded(net, stage)
     with optimizer.full_params():
@@ -178,18 +208,25 @@ def copied(stage: int) -> bool:
     plain.step()
     before = len(optimizer.comm_log())
     twin(models.batch(0)[0])
-    return len(optimizer.comm_log()) == before and all(type(p) is nn.Parameter for p in twin.parameters())
+    return len(optimizer.comm_log()) == before and all(
+        type(p) is nn.Parameter for p in twin.parameters()
+    )
 
 
 def reads_while_under_way(stage: int, use: str) -> list[str]:
-    """Stages 1 and 2, gathers in forward: whoever reads a parameter first waits for it. Return what differs."""
+    """Stages 1 and 2, gathers in forward: whoever reads a parameter first waits for it.
+    Return what differs."""
     results = []
     for late in (True, False):
         net = model()
-        optimizer = sharded(net, stage, lr=1e-2, buckets=Buckets(bytes=3000, gather_in_forward=late))
+        optimizer = sharded(
+            net, stage, lr=1e-2, buckets=Buckets(bytes=3000, gather_in_forward=late)
+        )
         for step in range(3):
             optimizer.zero_grad()
-            models.loss_of(net, *(models.share(t, rank(), 2) for t in models.batch(step))).backward()
+            models.loss_of(
+                net, *(models.share(t, rank(), 2) for t in models.batch(step))
+            ).backward()
             optimizer.step()
             READ_LATE[use](net, optimizer)
         results.append({name: p.detach().clone() for name, p in net.named_parameters()})
@@ -199,10 +236,16 @@ def reads_while_under_way(stage: int, use: str) -> list[str]:
 
 READ_LATE: dict[str, Callable[[nn.Module, Any], Any]] = {
     "nobody": lambda net, optimizer: None,
-    "the last first": lambda net, optimizer: [p.sum() for p in reversed(list(net.parameters()))],
+    "the last first": lambda net, optimizer: [
+        p.sum() for p in reversed(list(net.parameters()))
+    ],
     "a copy": lambda net, optimizer: copy.deepcopy(net),
-    "state_dict": lambda net, optimizer: {k: v.clone() for k, v in net.state_dict().items()},
-    "loading": lambda net, optimizer: net.load_state_dict({k: v * 0.5 for k, v in net.state_dict().items()}),
+    "state_dict": lambda net, optimizer: {
+        k: v.clone() for k, v in net.state_dict().items()
+    },
+    "loading": lambda net, optimizer: net.load_state_dict(
+        {k: v * 0.5 for k, v in net.state_dict().items()}
+    ),
     "writing": lambda net, optimizer: [p.data.mul_(0.5) for p in net.parameters()],
     "full_state_dict": lambda net, optimizer: optimizer.full_state_dict(),
     "metadata": lambda net, optimizer: [p.shape for p in net.parameters()],
@@ -244,14 +287,24 @@ def done() -> ranks.Cases:
     cases: dict[Any, Callable[[], Any]] = {
         ("read", name): functools.partial(read_sharded, READS[name]) for name in READS
     }
-    cases |= {("ask", name): functools.partial(ask_sharded, TELLS[name]) for name in TELLS}
+    cases |= {
+        ("ask", name): functools.partial(ask_sharded, TELLS[name]) for name in TELLS
+    }
     for stage in STAGES:
-        cases |= {("method", stage, m): functools.partial(with_method, stage, m, 2) for m in ("encode", "embed")}
+        cases |= {
+            ("method", stage, m): functools.partial(with_method, stage, m, 2)
+            for m in ("encode", "embed")
+        }
         cases["average", stage] = functools.partial(averages, stage)
         cases["copy", stage] = functools.partial(copied, stage)
         cases["clip", stage] = functools.partial(clips_by_torch, stage)
         if stage < 3:
-            cases |= {("late", stage, use): functools.partial(reads_while_under_way, stage, use) for use in READ_LATE}
+            cases |= {
+                ("late", stage, use): functools.partial(
+                    reads_while_under_way, stage, use
+                )
+                for use in READ_LATE
+            }
     cases["dropped"] = dropped
     return ranks.run_cases(2, cases)
 
@@ -260,10 +313,16 @@ in_stages = pytest.mark.parametrize("stage", STAGES, ids="stage{}".format)
 
 
 @pytest.mark.parametrize("name", READS)
-def test_reading_a_sharded_parameter_is_an_error_that_names_the_remedy(name: str) -> None:
+def test_reading_a_sharded_parameter_is_an_error_that_names_the_remedy(
+    name: str,
+) -> None:
     """B11, C12: never NaN, never stale values, never an empty tensor."""
     for said in done()["read", name]:
-        assert "sharded" in said and "register_forward_method" in said and "full_params" in said
+        assert (
+            "sharded" in said
+            and "register_forward_method" in said
+            and "full_params" in said
+        )
 
 
 @pytest.mark.parametrize("name", TELLS)
@@ -284,7 +343,9 @@ def test_other_methods_than_forward(stage: int, name: str) -> None:
 def test_a_method_that_is_not_there() -> None:
     net = model()
     with pytest.raises(ValueError, match="no method 'enkode'"):
-        zerokern.AdamW(net.parameters()).register_forward_method(net.blocks[0], "enkode")
+        zerokern.AdamW(net.parameters()).register_forward_method(
+            net.blocks[0], "enkode"
+        )
 
 
 @in_stages

@@ -1,4 +1,5 @@
-"""The rules of the house, read from the source: who may import whom, how long things are, what is documented."""
+"""The rules of the house, read from the source: who may import whom, how long things
+are, what is documented."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# Bottom up. A module imports from lower layers, or from its own package (kernels, stages, examples).
+# Bottom up. A module imports from lower layers, or from its own package (kernels,
+# stages, examples).
 LAYERS = (
     ("layout", "config", "eager", "pretend"),
     ("kernels",),
@@ -20,6 +22,7 @@ LAYERS = (
     ("rules",),
     ("scalars",),
     ("stages",),
+    ("checks",),
     ("build", "state"),
     ("stateful",),
     ("observable",),
@@ -42,11 +45,13 @@ ENVIRONMENT_READERS = {
     "zerokern/config.py": "the one place for settings of zerokern",
     "zerokern/plan/script.py": "gives a script what torchrun would",
     "zerokern/plan/calibration.py": "what torchrun says of ranks and nodes",
-    "kernels/launch.py": "TRITON_INTERPRET, which decides at import how kernels are defined",
+    "kernels/launch.py": (
+        "TRITON_INTERPRET, which decides at import how kernels are defined"
+    ),
     "kernels/native.py": "XDG_CACHE_HOME; kernels cannot import config",
 }
 PRINTERS = ("zerokern/examples/", "zerokern/cli.py")
-MOST_LINES_OF_FILE = 300
+MOST_LINES_OF_FILE = 400
 MOST_LINES_OF_FUNCTION = 60
 CARD = ("Maths:", "Grid:", "Reads:", "Writes:", "Computes:", "Masks:", "Twin:")
 
@@ -54,9 +59,16 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def _sources() -> list[str]:
-    """Return every source file once, relative to the root: zerokern/kernels is a link to kernels."""
-    package = (p for p in (ROOT / "zerokern").rglob("*.py") if "kernels" not in p.relative_to(ROOT).parts)
-    return sorted(str(p.relative_to(ROOT)) for p in [*package, *(ROOT / "kernels").rglob("*.py")])
+    """Return every source file once, relative to the root: zerokern/kernels is a link
+    to kernels."""
+    package = (
+        p
+        for p in (ROOT / "zerokern").rglob("*.py")
+        if "kernels" not in p.relative_to(ROOT).parts
+    )
+    return sorted(
+        str(p.relative_to(ROOT)) for p in [*package, *(ROOT / "kernels").rglob("*.py")]
+    )
 
 
 SOURCES = _sources()
@@ -69,25 +81,30 @@ def _tree(source: str) -> ast.Module:
 
 
 def _module(source: str) -> tuple[str, ...]:
-    """Return the name that a file has inside zerokern: zerokern/stages/zero1.py is ("stages", "zero1")."""
+    """Return the name that a file has inside zerokern: zerokern/stages/zero1.py is
+    ("stages", "zero1")."""
     parts = Path(source).with_suffix("").parts
     return parts if parts[0] == "kernels" else parts[1:]
 
 
 def _imports(source: str) -> Iterator[tuple[str, str | None]]:
-    """Yield (absolute module, name) of every import statement; name is None for `import module`."""
+    """Yield (absolute module, name) of every import statement; name is None for `import
+    module`."""
     package = ("zerokern", *_module(source)[:-1])
     for node in ast.walk(_tree(source)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, None) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = ".".join(package[: len(package) + 1 - node.level]) if node.level else ""
+            base = (
+                ".".join(package[: len(package) + 1 - node.level]) if node.level else ""
+            )
             module = ".".join(part for part in (base, node.module) if part)
             yield from ((module, alias.name) for alias in node.names)
 
 
 def _inside(source: str) -> Iterator[tuple[str, ...]]:
-    """Yield what a file imports of zerokern, as `_module` names it; ("__init__",) is the root."""
+    """Yield what a file imports of zerokern, as `_module` names it; ("__init__",) is
+    the root."""
     for module, name in _imports(source):
         first, *rest = module.split(".")
         if first == "zerokern":
@@ -104,11 +121,15 @@ def _functions(source: str) -> list[Function]:
 
 
 def _calls(node: ast.AST, name: str) -> bool:
-    return any(isinstance(n, ast.Call) and ast.unparse(n.func) == name for n in ast.walk(node))
+    return any(
+        isinstance(n, ast.Call) and ast.unparse(n.func) == name for n in ast.walk(node)
+    )
 
 
 def _is_jit(function: Function) -> bool:
-    return any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+    return any(
+        "triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list
+    )
 
 
 def test_every_module_has_a_layer() -> None:
@@ -122,11 +143,19 @@ def test_imports_point_down(source: str) -> None:
     for theirs in _inside(source):
         same_package = len(ours) > 1 and theirs[0] == ours[0]
         allowed = same_package or LAYER_OF[theirs[0]] < LAYER_OF[ours[0]]
-        assert allowed, f"{source} imports zerokern.{'.'.join(theirs)}, which is not below it"
+        assert allowed, (
+            f"{source} imports zerokern.{'.'.join(theirs)}, which is not below it"
+        )
 
 
 def test_only_ops_imports_kernels() -> None:
-    importers = [s for s in SOURCES if not s.startswith("kernels/") for m in _inside(s) if m[0] == "kernels"]
+    importers = [
+        s
+        for s in SOURCES
+        if not s.startswith("kernels/")
+        for m in _inside(s)
+        if m[0] == "kernels"
+    ]
     assert set(importers) <= {"zerokern/ops.py"}
 
 
@@ -136,7 +165,8 @@ def test_kernels_import_torch_and_triton_alone() -> None:
 
 
 def test_kernels_is_no_package_of_its_own() -> None:
-    # An installed top-level `kernels` would shadow the PyPI package of that name, which transformers imports.
+    # An installed top-level `kernels` would shadow the PyPI package of that name, which
+    # transformers imports.
     assert not (ROOT / "kernels" / "__init__.py").exists()
     assert (ROOT / "zerokern" / "kernels").resolve() == ROOT / "kernels"
 
@@ -151,18 +181,25 @@ def test_only_comm_communicates(source: str) -> None:
     if source in COMMUNICATORS or source.startswith("zerokern/examples/"):
         return
     names = {
-        n or m for m, n in _imports(source) if m.startswith("torch.distributed") or (m, n) == ("torch", "distributed")
+        n or m
+        for m, n in _imports(source)
+        if m.startswith("torch.distributed") or (m, n) == ("torch", "distributed")
     }
-    assert names <= DISTRIBUTED_TYPES, f"{source} imports {names - DISTRIBUTED_TYPES}: collectives belong in comm.py"
+    assert names <= DISTRIBUTED_TYPES, (
+        f"{source} imports {names - DISTRIBUTED_TYPES}: collectives belong in comm.py"
+    )
     assert "torch.distributed." not in "\n".join(
-        ast.unparse(node) for node in ast.walk(_tree(source)) if isinstance(node, ast.Call)
+        ast.unparse(node)
+        for node in ast.walk(_tree(source))
+        if isinstance(node, ast.Call)
     )
 
 
 @each_source
 def test_environment_is_read_in_one_place(source: str) -> None:
     reads = any(
-        isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv")
+        isinstance(node, ast.Attribute)
+        and ast.unparse(node) in ("os.environ", "os.getenv")
         for node in ast.walk(_tree(source))
     )
     assert not reads or source in ENVIRONMENT_READERS
@@ -179,18 +216,33 @@ def test_lengths(source: str) -> None:
     assert lines <= MOST_LINES_OF_FILE, f"{source} has {lines} lines: split it by noun"
     for function in _functions(source):
         docstring = function.body[0] if ast.get_docstring(function) else None
-        documentation = (docstring.end_lineno or 0) - docstring.lineno + 1 if docstring else 0
+        documentation = (
+            (docstring.end_lineno or 0) - docstring.lineno + 1 if docstring else 0
+        )
         lines = (function.end_lineno or 0) - function.lineno + 1 - documentation
-        assert lines <= MOST_LINES_OF_FUNCTION, f"{source}: {function.name} has {lines} lines: split it"
+        assert lines <= MOST_LINES_OF_FUNCTION, (
+            f"{source}: {function.name} has {lines} lines: split it"
+        )
 
 
 @each_source
 def test_public_names_are_documented(source: str) -> None:
     tree = _tree(source)
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    classes = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
     bodies = [tree.body, *(node.body for node in classes)]
-    functions = [n for body in bodies for n in body if isinstance(n, Function) and not n.name.startswith("_")]
-    missing = [node.name for node in [*classes, *functions] if not ast.get_docstring(node)]
+    functions = [
+        n
+        for body in bodies
+        for n in body
+        if isinstance(n, Function) and not n.name.startswith("_")
+    ]
+    missing = [
+        node.name for node in [*classes, *functions] if not ast.get_docstring(node)
+    ]
     assert ast.get_docstring(tree), f"{source} has no docstring"
     assert not missing, f"{source}: {missing} have no docstring"
 

@@ -22,7 +22,9 @@ def _train(dtype: torch.dtype, stage: int) -> list[Tensor]:
     """Return the parameters, master weights and moments after four clipped steps."""
     rank, world = oracle.rank(), oracle.world()
     model = models.toy().to(dtype)
-    optimizer = zerokern.AdamW(model.parameters(), lr=1e-2, stage=stage, model=model, max_grad_norm=0.5)
+    optimizer = zerokern.AdamW(
+        model.parameters(), lr=1e-2, stage=stage, model=model, max_grad_norm=0.5
+    )
     if config.backend() == "triton":
         for bucket in optimizer._zero.gradients:
             bucket.pack_at_once = True  # as on a GPU, where one launch packs a bucket
@@ -44,7 +46,9 @@ def _trained(backend: str) -> dict[tuple[torch.dtype, int], list[Tensor]]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_world_of_one_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+def test_a_world_of_one_has_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
     """A kernel that writes a gradient leaves no trace in torch's version counters."""
     results = []
     for backend in ("torch", "native", "triton"):
@@ -60,14 +64,21 @@ def reference() -> dict[tuple[torch.dtype, int], list[Tensor]]:
 
 
 @pytest.fixture(scope="module", params=["native", "triton"])
-def other(request: pytest.FixtureRequest) -> dict[tuple[torch.dtype, int], list[Tensor]]:
+def other(
+    request: pytest.FixtureRequest,
+) -> dict[tuple[torch.dtype, int], list[Tensor]]:
     return _trained(request.param)
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_a_training_run_has_the_same_bits(
-    case: tuple[torch.dtype, int], reference: dict[tuple[torch.dtype, int], list[Tensor]], other: dict
+    case: tuple[torch.dtype, int],
+    reference: dict[tuple[torch.dtype, int], list[Tensor]],
+    other: dict,
 ) -> None:
-    """Also with clipping, although the sums of squares are added in another order: these agree to 1e-15."""
+    """Also with clipping, although the sums of squares are added in another order:
+    these agree to 1e-15."""
     assert len(reference[case]) == len(other[case]) > 60
-    assert all(torch.equal(a, b) for a, b in zip(reference[case], other[case], strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(reference[case], other[case], strict=True)
+    )

@@ -1,4 +1,5 @@
-"""Bad input: the error says the value, the rule and the remedy, and parameters and state stay as they were."""
+"""Bad input: the error says the value, the rule and the remedy, and parameters and
+state stay as they were."""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ import models
 import pytest
 import ranks
 import torch
-from oracle import STAGES, differing, rank, set_integer_gradients, sharded, state_of, whole
+from oracle import (
+    STAGES,
+    differing,
+    rank,
+    set_integer_gradients,
+    sharded,
+    state_of,
+    whole,
+)
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -59,12 +68,28 @@ def of(*tensors: torch.Tensor) -> list[nn.Parameter]:
 
 Make = Callable[[], Any]
 REFUSED: dict[str, tuple[Make, type[Exception], str]] = {
-    "stage 0": (lambda: zerokern.AdamW(one(), stage=0), ValueError, r"stage=0.*1.*2.*3"),
+    "stage 0": (
+        lambda: zerokern.AdamW(one(), stage=0),
+        ValueError,
+        r"stage=0.*1.*2.*3",
+    ),
     "stage 4": (lambda: zerokern.AdamW(one(), stage=4), ValueError, r"stage=4"),
     "stage text": (lambda: zerokern.AdamW(one(), stage="2"), ValueError, r"stage='2'"),
-    "stage None": (lambda: zerokern.AdamW(one(), stage=None), ValueError, r"stage=None"),
-    "stage 3 without model": (lambda: zerokern.AdamW(one(), stage=3), ValueError, r"pass model=model"),
-    "model that is none": (lambda: zerokern.AdamW(one(), stage=3, model="gpt"), TypeError, r"model=str.*Module"),
+    "stage None": (
+        lambda: zerokern.AdamW(one(), stage=None),
+        ValueError,
+        r"stage=None",
+    ),
+    "stage 3 without model": (
+        lambda: zerokern.AdamW(one(), stage=3),
+        ValueError,
+        r"pass model=model",
+    ),
+    "model that is none": (
+        lambda: zerokern.AdamW(one(), stage=3, model="gpt"),
+        TypeError,
+        r"model=str.*Module",
+    ),
     "empty list": (lambda: zerokern.AdamW([]), ValueError, r"empty.*model\.parameters"),
     "exhausted generator": (lambda: zerokern.AdamW(iter([])), ValueError, r"empty"),
     "all groups empty": (
@@ -79,12 +104,28 @@ REFUSED: dict[str, tuple[Make, type[Exception], str]] = {
         ValueError,
         r"several devices.*cpu.*meta.*one device",
     ),
-    "parameter twice": (lambda: zerokern.AdamW(twice()), ValueError, r"parameter 0.*once"),
+    "parameter twice": (
+        lambda: zerokern.AdamW(twice()),
+        ValueError,
+        r"parameter 0.*once",
+    ),
     "group twice": (lambda: zerokern.AdamW(group_twice()), ValueError, r"once"),
-    "aliased memory": (lambda: zerokern.AdamW(aliased()), ValueError, r"shares memory.*one Parameter"),
+    "aliased memory": (
+        lambda: zerokern.AdamW(aliased()),
+        ValueError,
+        r"shares memory.*one Parameter",
+    ),
     "not a leaf": (lambda: zerokern.AdamW(not_a_leaf()), ValueError, r"not a leaf"),
-    "complex": (lambda: zerokern.AdamW(of(torch.zeros(3, dtype=torch.complex64))), TypeError, r"complex64.*float32"),
-    "float64": (lambda: zerokern.AdamW(of(torch.zeros(3, dtype=torch.float64))), TypeError, r"float64.*float32"),
+    "complex": (
+        lambda: zerokern.AdamW(of(torch.zeros(3, dtype=torch.complex64))),
+        TypeError,
+        r"complex64.*float32",
+    ),
+    "float64": (
+        lambda: zerokern.AdamW(of(torch.zeros(3, dtype=torch.float64))),
+        TypeError,
+        r"float64.*float32",
+    ),
     "sparse parameter": (
         lambda: zerokern.AdamW([nn.Parameter(torch.eye(3).to_sparse())]),
         ValueError,
@@ -92,14 +133,40 @@ REFUSED: dict[str, tuple[Make, type[Exception], str]] = {
     ),
     "lr negative": (lambda: zerokern.AdamW(one(), lr=-1.0), ValueError, r"lr=-1\.0"),
     "lr NaN": (lambda: zerokern.AdamW(one(), lr=float("nan")), ValueError, r"lr=nan"),
-    "lr of two numbers": (lambda: zerokern.AdamW(one(), lr=torch.ones(2)), ValueError, r"lr.*one number"),
-    "eps negative": (lambda: zerokern.AdamW(one(), eps=-1e-8), ValueError, r"eps=-1e-08"),
-    "weight decay negative": (lambda: zerokern.AdamW(one(), weight_decay=-0.1), ValueError, r"weight_decay=-0\.1"),
-    "beta 1": (lambda: zerokern.AdamW(one(), betas=(1.0, 0.9)), ValueError, r"betas\[0\]=1\.0"),
-    "beta negative": (lambda: zerokern.AdamW(one(), betas=(0.9, -0.1)), ValueError, r"betas\[1\]=-0\.1"),
-    "lr negative in a group": (lambda: zerokern.AdamW([{"params": one(), "lr": -2.0}]), ValueError, r"lr=-2\.0"),
+    "lr of two numbers": (
+        lambda: zerokern.AdamW(one(), lr=torch.ones(2)),
+        ValueError,
+        r"lr.*one number",
+    ),
+    "eps negative": (
+        lambda: zerokern.AdamW(one(), eps=-1e-8),
+        ValueError,
+        r"eps=-1e-08",
+    ),
+    "weight decay negative": (
+        lambda: zerokern.AdamW(one(), weight_decay=-0.1),
+        ValueError,
+        r"weight_decay=-0\.1",
+    ),
+    "beta 1": (
+        lambda: zerokern.AdamW(one(), betas=(1.0, 0.9)),
+        ValueError,
+        r"betas\[0\]=1\.0",
+    ),
+    "beta negative": (
+        lambda: zerokern.AdamW(one(), betas=(0.9, -0.1)),
+        ValueError,
+        r"betas\[1\]=-0\.1",
+    ),
+    "lr negative in a group": (
+        lambda: zerokern.AdamW([{"params": one(), "lr": -2.0}]),
+        ValueError,
+        r"lr=-2\.0",
+    ),
     "amsgrad in 8 bits": (
-        lambda: zerokern.AdamW(one(), amsgrad=True, precision=zerokern.Precision(moments="8bit")),
+        lambda: zerokern.AdamW(
+            one(), amsgrad=True, precision=zerokern.Precision(moments="8bit")
+        ),
         ValueError,
         r"amsgrad=True.*8bit.*bf16",
     ),
@@ -109,36 +176,80 @@ REFUSED: dict[str, tuple[Make, type[Exception], str]] = {
         r"amsgrad differs.*\[True, False\]",
     ),
     "split master of fp16": (
-        lambda: zerokern.AdamW(of(torch.zeros(3).half()), precision=zerokern.Precision(master="split32")),
+        lambda: zerokern.AdamW(
+            of(torch.zeros(3).half()), precision=zerokern.Precision(master="split32")
+        ),
         ValueError,
         r"split32.*bfloat16.*\(3,\).*float16.*master='fp32'",
     ),
     "fp16 without a master": (
-        lambda: zerokern.SGD(of(torch.zeros(3).half()), precision=zerokern.Precision(master="none")),
+        lambda: zerokern.SGD(
+            of(torch.zeros(3).half()), precision=zerokern.Precision(master="none")
+        ),
         ValueError,
         r"'none'.*float16",
     ),
-    "unknown master": (lambda: zerokern.Precision(master="split16"), ValueError, r"master='split16'.*'split32'"),
-    "unknown moments": (lambda: zerokern.Precision(moments="int8"), ValueError, r"moments='int8'.*'8bit'"),
-    "gradients of integers": (lambda: zerokern.Precision(gradients=torch.int8), ValueError, r"gradients=torch\.int8"),
-    "seed of no integer": (lambda: zerokern.Precision(seed=1.5), ValueError, r"seed=1\.5"),
-    "momentum negative": (lambda: zerokern.SGD(one(), momentum=-0.9), ValueError, r"momentum=-0\.9"),
-    "nesterov without momentum": (lambda: zerokern.SGD(one(), nesterov=True), ValueError, r"nesterov=True.*momentum"),
+    "unknown master": (
+        lambda: zerokern.Precision(master="split16"),
+        ValueError,
+        r"master='split16'.*'split32'",
+    ),
+    "unknown moments": (
+        lambda: zerokern.Precision(moments="int8"),
+        ValueError,
+        r"moments='int8'.*'8bit'",
+    ),
+    "gradients of integers": (
+        lambda: zerokern.Precision(gradients=torch.int8),
+        ValueError,
+        r"gradients=torch\.int8",
+    ),
+    "seed of no integer": (
+        lambda: zerokern.Precision(seed=1.5),
+        ValueError,
+        r"seed=1\.5",
+    ),
+    "momentum negative": (
+        lambda: zerokern.SGD(one(), momentum=-0.9),
+        ValueError,
+        r"momentum=-0\.9",
+    ),
+    "nesterov without momentum": (
+        lambda: zerokern.SGD(one(), nesterov=True),
+        ValueError,
+        r"nesterov=True.*momentum",
+    ),
     "nesterov with dampening": (
         lambda: zerokern.SGD(one(), momentum=0.9, dampening=0.1, nesterov=True),
         ValueError,
         r"dampening=0\.1",
     ),
-    "beta of Lion": (lambda: zerokern.Lion(one(), betas=(0.9, 1.0)), ValueError, r"betas\[1\]=1\.0"),
-    "differentiable": (lambda: zerokern.AdamW(one(), differentiable=True), ValueError, r"differentiable=True"),
+    "beta of Lion": (
+        lambda: zerokern.Lion(one(), betas=(0.9, 1.0)),
+        ValueError,
+        r"betas\[1\]=1\.0",
+    ),
+    "differentiable": (
+        lambda: zerokern.AdamW(one(), differentiable=True),
+        ValueError,
+        r"differentiable=True",
+    ),
     "max_grad_norm zero": (
         lambda: zerokern.AdamW(one(), max_grad_norm=0.0),
         ValueError,
         r"max_grad_norm=0\.0.*positive",
     ),
-    "max_grad_norm NaN": (lambda: zerokern.AdamW(one(), max_grad_norm=float("nan")), ValueError, r"max_grad_norm=nan"),
+    "max_grad_norm NaN": (
+        lambda: zerokern.AdamW(one(), max_grad_norm=float("nan")),
+        ValueError,
+        r"max_grad_norm=nan",
+    ),
     "bucket of 0 bytes": (lambda: zerokern.Buckets(bytes=0), ValueError, r"bytes=0"),
-    "wire of integers": (lambda: zerokern.Precision(wire=torch.int8), ValueError, r"wire=torch\.int8"),
+    "wire of integers": (
+        lambda: zerokern.Precision(wire=torch.int8),
+        ValueError,
+        r"wire=torch\.int8",
+    ),
     "unknown option": (lambda: zerokern.AdamW(one(), bucket=3), TypeError, r"bucket"),
 }
 
@@ -152,9 +263,19 @@ def test_refused_at_construction(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"stage": 3}, {"stage": 7}, {"lr": -1.0}, {"differentiable": True}, {"betas": (2.0, 0.0)}], ids=str
+    "options",
+    [
+        {"stage": 3},
+        {"stage": 7},
+        {"lr": -1.0},
+        {"differentiable": True},
+        {"betas": (2.0, 0.0)},
+    ],
+    ids=str,
 )
-def test_a_refused_construction_leaves_the_model_as_it_was(options: dict[str, Any]) -> None:
+def test_a_refused_construction_leaves_the_model_as_it_was(
+    options: dict[str, Any],
+) -> None:
     """No hook, no flat buffer, no other values; an older optimizer goes on."""
     model = models.toy()
     older = zerokern.AdamW(model.parameters(), lr=1e-2)
@@ -171,7 +292,9 @@ def test_stage3_parameters_must_be_of_the_model() -> None:
     def case() -> str:
         model = models.toy()
         with pytest.raises(ValueError, match="not in model") as error:
-            zerokern.AdamW([*model.parameters(), nn.Parameter(torch.ones(3))], stage=3, model=model)
+            zerokern.AdamW(
+                [*model.parameters(), nn.Parameter(torch.ones(3))], stage=3, model=model
+            )
         return str(error.value)
 
     assert ranks.run(2, case)[0].startswith("1 parameters")
@@ -183,12 +306,16 @@ class Forwarding(DistributedDataParallel):
 
 @in_stages
 @pytest.mark.parametrize("wrapper", [DistributedDataParallel, Forwarding])
-def test_a_model_in_ddp_is_refused_until_it_is_out(stage: int, wrapper: type[nn.Module]) -> None:
+def test_a_model_in_ddp_is_refused_until_it_is_out(
+    stage: int, wrapper: type[nn.Module]
+) -> None:
     def case() -> None:
         model = models.toy()
         wrapped: nn.Module | None = wrapper(model)
         for given in (model, wrapped):
-            with pytest.raises(ValueError, match=r"wrapped in DistributedDataParallel.*ddp\.module"):
+            with pytest.raises(
+                ValueError, match=r"wrapped in DistributedDataParallel.*ddp\.module"
+            ):
                 zerokern.AdamW(model.parameters(), stage=stage, model=given)
         wrapped = given = None
         optimizer = zerokern.AdamW(model.parameters(), stage=stage, model=model)
@@ -209,7 +336,9 @@ def test_both_group_and_mesh_are_refused() -> None:
 
 def test_a_mesh_of_two_dimensions_is_refused() -> None:
     def case() -> None:
-        mesh = torch.distributed.init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+        mesh = torch.distributed.init_device_mesh(
+            "cpu", (2, 1), mesh_dim_names=("dp", "tp")
+        )
         with pytest.raises(ValueError, match=r"2 dimensions.*mesh\['dp'\]"):
             zerokern.AdamW(one(), mesh=mesh)
 
@@ -226,7 +355,7 @@ def test_a_group_without_this_rank_is_refused() -> None:
     ranks.run(2, case)
 
 
-# ---------------------------------------------------------------------- ranks that disagree (D28)
+# ------------------------------------------------------------ ranks that disagree (D28)
 
 
 def _other_size(model: nn.Module) -> None:
@@ -258,7 +387,9 @@ def _two_groups(params: list[Any]) -> list[Any]:
     return [{"params": params[:5]}, {"params": params[5:]}]
 
 
-DISAGREEMENTS: dict[str, tuple[Callable[[Any], None] | None, Any, dict[str, Any], str]] = {
+DISAGREEMENTS: dict[
+    str, tuple[Callable[[Any], None] | None, Any, dict[str, Any], str]
+] = {
     "size": (_other_size, list, {}, r"head\.(weight|bias).*38"),
     "name": (_other_name, list, {}, r"tail\.weight"),
     "dtype": (_other_dtype, list, {}, r"blocks\.2\.down\.weight.*bfloat16"),
@@ -282,7 +413,9 @@ def _disagree(stage: int, name: str) -> tuple[str, bool]:
     try:
         sharded(model, stage, params, **options)
     except ValueError as error:
-        return str(error), before == {n: p.data_ptr() for n, p in model.named_parameters()}
+        return str(error), before == {
+            n: p.data_ptr() for n, p in model.named_parameters()
+        }
     return "", False
 
 
@@ -290,14 +423,20 @@ CASES = {
     (s, n): lambda s=s, n=n: _disagree(s, n)
     for s in STAGES
     for n in DISAGREEMENTS
-    if (s, n) not in ((3, "order"), (3, "bucket size"))  # stage 3 takes the model's order, and units
+    if (s, n)
+    # Stage 3 takes the model's order, and units.
+    not in (
+        (3, "order"),
+        (3, "bucket size"),
+    )
 }
 _answers: list[ranks.Cases] = []
 
 
 @pytest.mark.parametrize(("stage", "name"), CASES)
 def test_ranks_that_disagree_get_one_error_on_all(stage: int, name: str) -> None:
-    """It names the first difference and the rank; nothing was changed, and nobody hangs."""
+    """It names the first difference and the rank; nothing was changed, and nobody
+    hangs."""
     if not _answers:
         _answers.append(ranks.run_cases(3, CASES))
     for message, untouched in _answers[0][stage, name]:
@@ -310,7 +449,9 @@ def test_after_a_disagreement_the_ranks_can_build_and_train() -> None:
     def case() -> list[str]:
         model = models.toy()
         with pytest.raises(ValueError, match="different models"):
-            zerokern.AdamW(model.parameters() if rank() else list(model.parameters())[1:])
+            zerokern.AdamW(
+                model.parameters() if rank() else list(model.parameters())[1:]
+            )
         optimizer = zerokern.AdamW(model.parameters())
         before = whole(model, optimizer)
         set_integer_gradients(model, 0)
@@ -323,10 +464,16 @@ def test_after_a_disagreement_the_ranks_can_build_and_train() -> None:
 # ---------------------------------------------------------------------- while training
 
 
-def unchanged_by(error: type[Exception], match: str, misuse: Callable[[nn.Module, Any], Any]) -> None:
-    """Assert that a misuse raises, that nothing changed, and that the next step is right."""
+def unchanged_by(
+    error: type[Exception], match: str, misuse: Callable[[nn.Module, Any], Any]
+) -> None:
+    """Assert that a misuse raises, that nothing changed, and that the next step is
+    right."""
     model, twin = models.toy(), models.toy()
-    optimizer, plain = zerokern.AdamW(model.parameters(), lr=1e-2), zerokern.AdamW(twin.parameters(), lr=1e-2)
+    optimizer, plain = (
+        zerokern.AdamW(model.parameters(), lr=1e-2),
+        zerokern.AdamW(twin.parameters(), lr=1e-2),
+    )
     for m, o in ((model, optimizer), (twin, plain)):
         set_integer_gradients(m, 0)
         o.step()
@@ -334,7 +481,10 @@ def unchanged_by(error: type[Exception], match: str, misuse: Callable[[nn.Module
     with pytest.raises(error, match=match):
         misuse(model, optimizer)
     assert (
-        differing(whole(model, optimizer) | state_of(model, optimizer), whole(twin, plain) | state_of(twin, plain))
+        differing(
+            whole(model, optimizer) | state_of(model, optimizer),
+            whole(twin, plain) | state_of(twin, plain),
+        )
         == []
     )
     for m, o in ((model, optimizer), (twin, plain)):
@@ -342,7 +492,10 @@ def unchanged_by(error: type[Exception], match: str, misuse: Callable[[nn.Module
         set_integer_gradients(m, 1)
         o.step()
     assert (
-        differing(whole(model, optimizer) | state_of(model, optimizer), whole(twin, plain) | state_of(twin, plain))
+        differing(
+            whole(model, optimizer) | state_of(model, optimizer),
+            whole(twin, plain) | state_of(twin, plain),
+        )
         == []
     )
 
@@ -364,13 +517,19 @@ def test_a_closure_that_raises() -> None:
 
 def test_an_infinity_norm() -> None:
     unchanged_by(
-        ValueError, r"norm_type inf.*2\.0", lambda model, optimizer: optimizer.clip_grad_norm_(1.0, float("inf"))
+        ValueError,
+        r"norm_type inf.*2\.0",
+        lambda model, optimizer: optimizer.clip_grad_norm_(1.0, float("inf")),
     )
 
 
 @pytest.mark.parametrize("bound", [-1.0, float("nan")])
 def test_a_negative_bound(bound: float) -> None:
-    unchanged_by(ValueError, r"max_norm", lambda model, optimizer: optimizer.clip_grad_norm_(bound))
+    unchanged_by(
+        ValueError,
+        r"max_norm",
+        lambda model, optimizer: optimizer.clip_grad_norm_(bound),
+    )
 
 
 def test_a_late_group() -> None:
@@ -387,7 +546,9 @@ def test_a_parameter_that_was_moved_away() -> None:
     optimizer = zerokern.AdamW(model.parameters())
     set_integer_gradients(model, 0)
     model.head.weight.data = model.head.weight.data.clone()
-    with pytest.raises(RuntimeError, match=r"head\.weight|parameter .* no longer lives"):
+    with pytest.raises(
+        RuntimeError, match=r"head\.weight|parameter .* no longer lives"
+    ):
         optimizer.step()
 
 
@@ -401,7 +562,10 @@ def test_a_sparse_gradient(stage: int) -> None:
             return nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
 
         model, twin = build(), build()
-        optimizer, plain = sharded(model, stage, model.named_parameters()), sharded(twin, stage)
+        optimizer, plain = (
+            sharded(model, stage, model.named_parameters()),
+            sharded(twin, stage),
+        )
         with pytest.raises(TypeError, match=r"0\.weight.*sparse.*sparse=False"):
             model(torch.tensor([1, 2])).sum().backward()
         optimizer.zero_grad()
@@ -418,20 +582,25 @@ def test_a_sparse_gradient_set_by_hand() -> None:
     model = nn.Embedding(10, 4, sparse=True)
     optimizer = zerokern.AdamW(model.parameters())
     before = model.weight.detach().clone()
-    model.weight.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 4), (10, 4), check_invariants=True)
+    model.weight.grad = torch.sparse_coo_tensor(
+        [[1]], torch.ones(1, 4), (10, 4), check_invariants=True
+    )
     with pytest.raises(TypeError, match="sparse"):
         optimizer.step()
     assert torch.equal(model.weight, before)
 
 
 def test_torch_clipping_works_or_says_what_to_call() -> None:
-    """E9: torch's own clip_grad_norm_ must not be a silent no-op on reduced gradients."""
+    """E9: torch's own clip_grad_norm_ must not be a silent no-op on reduced
+    gradients."""
 
     def case() -> bool:
         results = []
         for clip in ("torch", "ours"):
             model = models.toy()
-            optimizer = zerokern.AdamW(model.parameters(), stage=2, weight_decay=0.0, betas=(0.0, 0.0), eps=1.0)
+            optimizer = zerokern.AdamW(
+                model.parameters(), stage=2, weight_decay=0.0, betas=(0.0, 0.0), eps=1.0
+            )
             models.loss_of(model, *models.batch(0)).backward()
             try:
                 norm = (
@@ -443,12 +612,15 @@ def test_torch_clipping_works_or_says_what_to_call() -> None:
                 return "clip_grad_norm_" in str(error) or "memory" in str(error)
             optimizer.step()
             results.append((float(norm), whole(model, optimizer)))
-        return results[0][0] == pytest.approx(results[1][0]) and differing(results[0][1], results[1][1]) == []
+        return (
+            results[0][0] == pytest.approx(results[1][0])
+            and differing(results[0][1], results[1][1]) == []
+        )
 
     assert ranks.run(2, case) == [True, True]
 
 
-# ---------------------------------------------------------------------- stage 3: parameters that are not there
+# ----------------------------------------------- stage 3: parameters that are not there
 
 
 def _sharded_model() -> tuple[nn.Module, Any]:
@@ -469,12 +641,15 @@ def _state_dict_outside() -> tuple[str, str, list[str]]:
     return (
         str(reading.value),
         str(loading.value),
-        differing(whole(model, optimizer), dict(models.toy().bfloat16().named_parameters())),
+        differing(
+            whole(model, optimizer), dict(models.toy().bfloat16().named_parameters())
+        ),
     )
 
 
 def _edit(*, fails: bool) -> tuple[list[str], list[str], int]:
-    """C1, C4: edits are kept, in the masters too, unless the body raises; the memory goes back; the next step works."""
+    """C1, C4: edits are kept, in the masters too, unless the body raises; the memory
+    goes back; the next step works."""
     model, optimizer = _sharded_model()
     set_integer_gradients(model, 0)
     optimizer.step()
@@ -514,7 +689,10 @@ def _forward_inside() -> tuple[bool, int]:
         with optimizer.full_params():
             inside = model(models.batch(0)[0])
             again = model(models.batch(0)[0])
-    return torch.equal(outside, inside) and torch.equal(inside, again), optimizer.memory().buffers
+    return (
+        torch.equal(outside, inside) and torch.equal(inside, again),
+        optimizer.memory().buffers,
+    )
 
 
 def _load_inside() -> list[str]:
@@ -544,14 +722,21 @@ def stage3() -> ranks.Cases:
     return _stage3[0]
 
 
-def test_state_dict_of_a_sharded_model_is_refused_outside_of_full_params(stage3: ranks.Cases) -> None:
+def test_state_dict_of_a_sharded_model_is_refused_outside_of_full_params(
+    stage3: ranks.Cases,
+) -> None:
     for reading, loading, changed in stage3["state_dict"]:
         assert "with optimizer.full_params()" in reading
         assert "with optimizer.full_params()" in loading
         assert changed == []
 
 
-EDITED = ["blocks.1.up.weight", "blocks.1.up.weight/master", "head.bias", "head.bias/master"]
+EDITED = [
+    "blocks.1.up.weight",
+    "blocks.1.up.weight/master",
+    "head.bias",
+    "head.bias/master",
+]
 
 
 def test_edits_inside_full_params_are_kept(stage3: ranks.Cases) -> None:
@@ -582,8 +767,11 @@ def test_a_checkpoint_is_loaded_inside_full_params(stage3: ranks.Cases) -> None:
 
 @pytest.mark.parametrize("stage", (1, 2), ids="stage{}".format)
 @pytest.mark.parametrize("fails", (False, True), ids=["returns", "raises"])
-def test_edits_inside_full_params_are_kept_in_stages_1_and_2(stage: int, fails: bool) -> None:
-    """The model is edited in place there; the master weights follow, whatever became of the body."""
+def test_edits_inside_full_params_are_kept_in_stages_1_and_2(
+    stage: int, fails: bool
+) -> None:
+    """The model is edited in place there; the master weights follow, whatever became of
+    the body."""
 
     def case() -> list[str]:
         model = models.toy().bfloat16()
@@ -617,7 +805,9 @@ except ValueError as error:
 
 
 def test_triton_on_a_cpu_tensor_outside_the_interpreter() -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment = {
+        key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"
+    }
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         capture_output=True,
@@ -640,12 +830,21 @@ def test_an_unknown_backend_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     ("call", "error"),
     [
         (lambda: ops.cast_(torch.zeros(64), torch.zeros(65)), ValueError),
-        (lambda: ops.cast_(torch.zeros(64), torch.zeros(64, dtype=torch.int32)), TypeError),
+        (
+            lambda: ops.cast_(torch.zeros(64), torch.zeros(64, dtype=torch.int32)),
+            TypeError,
+        ),
         (lambda: ops.cast_(torch.zeros(128)[::2], torch.zeros(64)), ValueError),
         (lambda: ops.pack_([torch.zeros(3)], []), ValueError),
         (lambda: ops.pack_([torch.zeros(3)], [torch.zeros(4)]), ValueError),
-        (lambda: ops.pack_([torch.zeros(3)], [torch.zeros(3, device="meta")]), ValueError),
-        (lambda: ops.pack_([torch.zeros(3)], [torch.zeros(3, dtype=torch.int64)]), TypeError),
+        (
+            lambda: ops.pack_([torch.zeros(3)], [torch.zeros(3, device="meta")]),
+            ValueError,
+        ),
+        (
+            lambda: ops.pack_([torch.zeros(3)], [torch.zeros(3, dtype=torch.int64)]),
+            TypeError,
+        ),
     ],
     ids=["sizes", "dtype", "strided", "lengths", "shapes", "devices", "integers"],
 )

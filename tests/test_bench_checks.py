@@ -1,4 +1,5 @@
-"""The checks of `bench.gpu`, in Triton's interpreter: they pass here, and they fail when something is wrong."""
+"""The checks of `bench.gpu`, in Triton's interpreter: they pass here, and they fail
+when something is wrong."""
 
 from __future__ import annotations
 
@@ -14,16 +15,29 @@ from bench.recipes import RECIPES
 from zerokern import ops
 from zerokern.kernels import launch
 
-INTERPRETED = pytest.mark.skipif(not launch.INTERPRETED, reason="Triton's interpreter is off")
+INTERPRETED = pytest.mark.skipif(
+    not launch.INTERPRETED, reason="Triton's interpreter is off"
+)
 each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
 
 
 @INTERPRETED
-@pytest.mark.parametrize("kind", [pytest.param("update", marks=pytest.mark.long), "cast", "pack", "reduce", "scalars"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("update", marks=pytest.mark.long),
+        "cast",
+        "pack",
+        "reduce",
+        "scalars",
+    ],
+)
 def test_checks_pass_in_the_interpreter(kind: str) -> None:
     found = [
         (name, check)
-        for name, check in checks.checks(list(RECIPES.values()), (64, 4096 + 64) if kind == "reduce" else (576,))
+        for name, check in checks.checks(
+            list(RECIPES.values()), (64, 4096 + 64) if kind == "reduce" else (576,)
+        )
         if kind in name
     ]
     assert len(found) >= 3
@@ -34,9 +48,13 @@ def test_checks_pass_in_the_interpreter(kind: str) -> None:
 def test_every_storage_format_and_rule_is_checked() -> None:
     chosen = [*RECIPES.values(), *checks.MORE]
     assert {(r.param, r.master) for r in chosen} == {
-        (torch.float32, None), (torch.bfloat16, "fp32"), (torch.float16, "fp32"), (torch.bfloat16, "split32"),
-        (torch.bfloat16, "split24"), (torch.bfloat16, None),
-    }  # fmt: skip
+        (torch.float32, None),
+        (torch.bfloat16, "fp32"),
+        (torch.float16, "fp32"),
+        (torch.bfloat16, "split32"),
+        (torch.bfloat16, "split24"),
+        (torch.bfloat16, None),
+    }
     for rule in ("adam", "lion", "sgd"):
         assert {r.moments for r in chosen if r.rule == rule} >= {"fp32", "8bit"}
     assert any(r.amsgrad for r in chosen) and any(r.nesterov for r in chosen)
@@ -46,7 +64,10 @@ def test_a_difference_of_one_bit_is_seen(capsys: pytest.CaptureFixture[str]) -> 
     def check(device: str, backend: str) -> list[torch.Tensor]:
         return [torch.tensor([1.0, float("nan"), 1.0 + (backend == "triton") * 2**-23])]
 
-    assert not checks.same("a kernel", check, "cpu") and "DIFFERS" in capsys.readouterr().out
+    assert (
+        not checks.same("a kernel", check, "cpu")
+        and "DIFFERS" in capsys.readouterr().out
+    )
     assert checks.same("a kernel", check, "cpu", "torch")
 
 
@@ -68,8 +89,12 @@ def test_a_graph_that_freezes_its_numbers_is_caught() -> None:
 
         return replay
 
-    assert not graphs.replay_is_eager(RECIPES["fp32"], 2**12, "cpu", capture=frozen, backend="torch")
-    assert not graphs.replay_is_eager(RECIPES["fp32"], 2**12, "cpu", capture=lambda run: lambda: None, backend="torch")
+    assert not graphs.replay_is_eager(
+        RECIPES["fp32"], 2**12, "cpu", capture=frozen, backend="torch"
+    )
+    assert not graphs.replay_is_eager(
+        RECIPES["fp32"], 2**12, "cpu", capture=lambda run: lambda: None, backend="torch"
+    )
 
 
 SMALL = {"numel": 2**12 + 128, "sentinels": (0, 2**12 - 1, 2**12, 2**12 + 127)}
@@ -81,22 +106,32 @@ def test_the_check_of_large_shards_passes_on_a_small_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"), [("nothing", "row 3"), ("half", "not written"), ("beyond", "behind"), ("norm", "row 4")]
+    ("fault", "said"),
+    [
+        ("nothing", "row 3"),
+        ("half", "not written"),
+        ("beyond", "behind"),
+        ("norm", "row 4"),
+    ],
 )
-def test_the_check_of_large_shards_sees_faults(fault: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_of_large_shards_sees_faults(
+    fault: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     true_update, true_reduce = ops.update_, ops.reduce_
 
     def update_(shard: ops.Shard, grad: torch.Tensor, **options: Any) -> None:
         if fault == "nothing":
             return
-        saved = shard.exp_avg_sq.values[2**12 :].clone()  # type: ignore[union-attr]
+        saved = shard.second.values[2**12 :].clone()  # type: ignore[union-attr]
         true_update(shard, grad, **options)
         if fault == "half":
-            shard.exp_avg_sq.values[2**12 :] = saved  # type: ignore[union-attr]
+            shard.second.values[2**12 :] = saved  # type: ignore[union-attr]
         if fault == "beyond":
             shard.param.as_strided((1,), (1,), shard.param.numel()).fill_(0)
 
-    def reduce_(shard: torch.Tensor, own: torch.Tensor, *others: Any, **options: Any) -> None:
+    def reduce_(
+        shard: torch.Tensor, own: torch.Tensor, *others: Any, **options: Any
+    ) -> None:
         true_reduce(shard, own, *others, **options)
         if fault == "norm":
             others[1][-1] = 0.0
@@ -134,5 +169,13 @@ def test_a_capture_warms_up_on_a_side_stream(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "graph", inside)
     graphs.cuda_graph(lambda: order.append("run"))()
     assert order == [
-        "side waits for main", "into Stream", "run", "out", "main waits for side", "into Graph", "run", "out", "replay",
-    ]  # fmt: skip
+        "side waits for main",
+        "into Stream",
+        "run",
+        "out",
+        "main waits for side",
+        "into Graph",
+        "run",
+        "out",
+        "replay",
+    ]

@@ -15,9 +15,16 @@ each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIP
 def test_floors_are_those_of_the_survey() -> None:
     floors = {name: recipe.update_bytes for name, recipe in RECIPES.items()}
     assert floors == {
-        "fp32": 28, "master32": 28, "split32": 26, "split32+bf16": 18, "split32+8bit": 14.0625,
-        "split24+8bit": 12.0625, "bf16+8bit": 10.0625, "lion fp32": 20, "sgd fp32": 20,
-    }  # fmt: skip
+        "fp32": 28,
+        "master32": 28,
+        "split32": 26,
+        "split32+bf16": 18,
+        "split32+8bit": 14.0625,
+        "split24+8bit": 12.0625,
+        "bf16+8bit": 10.0625,
+        "lion fp32": 20,
+        "sgd fp32": 20,
+    }
     assert RECIPES["fp32"].step_bytes == 32 and RECIPES["master32"].step_bytes == 30
 
 
@@ -34,8 +41,9 @@ def test_a_step_changes_every_parameter(recipe: recipes.Recipe) -> None:
     step.set(lr=1e-2)
     copy = step.copy()
     step.clipped_step()
-    assert bool((step.steps == 12).all())  # the eleventh step formed the first table, this is the twelfth
-    for first, end, _, _ in step.rows.runs:
+    # The eleventh step formed the first table, this is the twelfth.
+    assert bool((step.steps == 12).all())
+    for first, end, _, _ in step.columns.runs:
         inside = slice(first * ops.BLOCK, end * ops.BLOCK)
         assert not torch.equal(step.shard.param[inside], copy.shard.param[inside])
     copy.clipped_step()
@@ -43,9 +51,14 @@ def test_a_step_changes_every_parameter(recipe: recipes.Recipe) -> None:
 
 
 def test_sizes_and_recipes_are_read_from_the_command_line() -> None:
-    options = gpu.arguments(["--sizes", "1,0.0001,1024", "--recipes", "fp32, split24+8bit", "--quick"])
+    options = gpu.arguments(
+        ["--sizes", "1,0.0001,1024", "--recipes", "fp32, split24+8bit", "--quick"]
+    )
     assert recipes.mebi(options.sizes) == [2**20, 64, 2**30] and options.quick
-    assert [recipe.name for recipe in recipes.select(options.recipes)] == ["fp32", "split24+8bit"]
+    assert [recipe.name for recipe in recipes.select(options.recipes)] == [
+        "fp32",
+        "split24+8bit",
+    ]
     assert recipes.mebi(gpu.arguments([]).sizes) == [2**20, 2**24, 2**26, 2**28, 2**30]
     assert recipes.select(None) == list(RECIPES.values())
     with pytest.raises(SystemExit, match="fp31"):

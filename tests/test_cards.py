@@ -1,6 +1,8 @@
-"""What the kernels compile to, for GPUs that are not here: bytes, widths, spills, contraction, index arithmetic.
+"""What the kernels compile to, for GPUs that are not here: bytes, widths, spills,
+contraction, index arithmetic.
 
-The cards are made in a process of their own, since a kernel that was imported for the interpreter cannot be compiled.
+The cards are made in a process of their own, since a kernel that was imported for the
+interpreter cannot be compiled.
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ from bench import cards_ir, cards_table, sass
 ROOT = Path(__file__).parent.parent
 NVIDIA = ("sm_80", "sm_90", "sm_100")
 MOST_REGISTERS = 128
-"""With 128 threads a program, this leaves four programs on a multiprocessor: enough 128-bit loads in flight."""
+"""With 128 threads a program, this leaves four programs on a multiprocessor: enough
+128-bit loads in flight."""
 
-# A kernel of each kind, and each storage format at least once: the others compile in two minutes more.
+# A kernel of each kind, and each storage format at least once: the others compile in
+# two minutes more.
 FEW = (
     "update adam fp32, grad fp32",
     "update adam bf16 + fp32 master, grad bf16",
@@ -43,8 +47,11 @@ Card = dict[str, Any]
 
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in the root of the repository, without Triton's interpreter unless asked for."""
-    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    """Run Python in the root of the repository, without Triton's interpreter unless
+    asked for."""
+    inherited = {
+        name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
+    }
     return subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
@@ -59,13 +66,21 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     scope="module",
     params=[
         (("sm_90", "gfx942"), f"^(?:{'|'.join(map(re.escape, FEW))})$"),
-        pytest.param((("sm_80", "sm_90", "sm_100", "gfx942"), ""), marks=pytest.mark.slow),
+        pytest.param(
+            (("sm_80", "sm_90", "sm_100", "gfx942"), ""), marks=pytest.mark.slow
+        ),
     ],
     ids=["few", "all"],
 )
 def cards(request: pytest.FixtureRequest) -> list[Card]:
     targets, pattern = request.param
-    done = run("-m", "bench.cards", "--json", f"--recipe={pattern}", *(f"--target={target}" for target in targets))
+    done = run(
+        "-m",
+        "bench.cards",
+        "--json",
+        f"--recipe={pattern}",
+        *(f"--target={target}" for target in targets),
+    )
     assert done.returncode == 0, done.stderr
     return list(json.loads(done.stdout))
 
@@ -91,25 +106,37 @@ def test_every_recipe_compiles_for_every_target(cards: list[Card]) -> None:
 
 
 def test_bytes_are_those_that_the_docstring_states(cards: list[Card]) -> None:
-    assert not failing(per_element(cards), lambda card: card["read_bytes"] == card["stated_read_bytes"])
-    assert not failing(per_element(cards), lambda card: card["write_bytes"] == card["stated_write_bytes"])
-    names = {card["recipe"].split()[0] for card in cards if card not in per_element(cards)}
+    assert not failing(
+        per_element(cards), lambda card: card["read_bytes"] == card["stated_read_bytes"]
+    )
+    assert not failing(
+        per_element(cards),
+        lambda card: card["write_bytes"] == card["stated_write_bytes"],
+    )
+    names = {
+        card["recipe"].split()[0] for card in cards if card not in per_element(cards)
+    }
     assert names == {"scalars"}
 
 
 def test_bytes_are_at_the_floor_of_the_recipe(cards: list[Card]) -> None:
-    assert not failing(per_element(cards), lambda c: c["read_bytes"] + c["write_bytes"] == c["floor_bytes"])
+    assert not failing(
+        per_element(cards),
+        lambda c: c["read_bytes"] + c["write_bytes"] == c["floor_bytes"],
+    )
 
 
 @pytest.mark.parametrize("direction", ["read", "write"])
 def test_elements_move_in_wide_accesses(cards: list[Card], direction: str) -> None:
-    # 128 bits, but 64 for 8-bit formats, of which a thread has 8 elements. The rest: tables, scales, tails, partials.
+    # 128 bits, but 64 for 8-bit formats, of which a thread has 8 elements. The rest:
+    # tables, scales, tails, partials.
     for card in on_nvidia(per_element(cards)):
         found = Counter(card["loads" if direction == "read" else "stores"])
         per_thread = card["tile"] / card["threads"]
         name = card["recipe"].split()[0]
         if name == "reduce" and direction == "read":
-            assert set(found) == {"128"}, card  # how often is a matter of the rank loop and its unrolling
+            # How often is a matter of the rank loop and its unrolling.
+            assert set(found) == {"128"}, card
             continue
         wide = {"64": 0.0, "128": 0.0}
         for size, count in card[f"{direction}_streams"].items():
@@ -126,8 +153,11 @@ def test_elements_move_in_wide_accesses(cards: list[Card], direction: str) -> No
         elif name == "reduce":
             assert not rest and narrow == 1, card  # the partial sum
         else:
-            # The tail of at most 7 elements is one access; a pack also reads five words of its table.
-            assert sum(rest.values()) == 1 and narrow == (5 if (name, direction) == ("pack", "read") else 0), card
+            # The tail of at most 7 elements is one access; a pack also reads five words
+            # of its table.
+            assert sum(rest.values()) == 1 and narrow == (
+                5 if (name, direction) == ("pack", "read") else 0
+            ), card
 
 
 def test_nothing_spills(cards: list[Card]) -> None:
@@ -136,7 +166,9 @@ def test_nothing_spills(cards: list[Card]) -> None:
 
 
 def test_nothing_is_contracted_flushed_or_approximated(cards: list[Card]) -> None:
-    assert not failing(cards, lambda card: card["contractions"] == card["approximations"] == 0)
+    assert not failing(
+        cards, lambda card: card["contractions"] == card["approximations"] == 0
+    )
 
 
 def test_no_32_bit_product_reaches_an_address(cards: list[Card]) -> None:
@@ -145,13 +177,20 @@ def test_no_32_bit_product_reaches_an_address(cards: list[Card]) -> None:
 
 
 def test_no_count_is_specialised(cards: list[Card]) -> None:
-    # Rows 45 and 46: a kernel that is specialised on the value of a count compiles again in the middle of a run.
+    # Rows 45 and 46: a kernel that is specialised on the value of a count compiles
+    # again in the middle of a run.
     assert not failing(cards, lambda card: card["specialised"] == [])
 
 
 def test_issue_leaves_the_bandwidth_to_fp32_states(cards: list[Card]) -> None:
-    assert not failing(on_nvidia(per_element(cards)), lambda card: 0 < card["issue_fraction"] <= 1)
-    large = [card for card in per_element(cards) if card["target"] in ("sm_80", "sm_90") and card["floor_bytes"] >= 20]
+    assert not failing(
+        on_nvidia(per_element(cards)), lambda card: 0 < card["issue_fraction"] <= 1
+    )
+    large = [
+        card
+        for card in per_element(cards)
+        if card["target"] in ("sm_80", "sm_90") and card["floor_bytes"] >= 20
+    ]
     assert large and not failing(large, lambda card: card["issue_fraction"] == 1)
 
 
@@ -159,14 +198,18 @@ def test_the_page_has_every_recipe(cards: list[Card]) -> None:
     page = (ROOT / "bench" / "cards.md").read_text()
     for target in {card["target"] for card in cards}:
         section = page.split(f"## {target}\n")[1].split("\n## ")[0]
-        assert not failing(cards, lambda card, section=section: f"| {card['recipe']} |" in section)
+        assert not failing(
+            cards, lambda card, section=section: f"| {card['recipe']} |" in section
+        )
 
 
 def test_tables_show_where_tritons_differ(cards: list[Card]) -> None:
     other = [card | {"triton": "0.0", "registers": 7} for card in cards]
     page = cards_table.page([cards, other], "no GPU")
     assert f"Triton {cards[0]['triton']} / Triton 0.0" in page
-    assert f"| {cards[0]['registers']} / 7 |" in page and page.count("\n## ") == len({card["target"] for card in cards})
+    assert f"| {cards[0]['registers']} / 7 |" in page and page.count("\n## ") == len(
+        {card["target"] for card in cards}
+    )
 
 
 TTIR = """
@@ -192,12 +235,15 @@ tt.func public @kernel(%p: !tt.ptr<f32> loc("p"(#loc)), %n: i32 loc("n"(#loc))) 
 
 def test_products_are_followed_to_addresses() -> None:
     def products(offset: str, step: str = "addi") -> set[str]:
-        found = cards_ir.products_in_addresses(TTIR.replace("OFFSET", offset).replace("STEP", step))
+        found = cards_ir.products_in_addresses(
+            TTIR.replace("OFFSET", offset).replace("STEP", step)
+        )
         return {text.split(" = ")[0] for text in found}
 
     assert products("%long") == products("%start") == products("%n") == set()
     assert products("%hash") == {"%hash"}
-    # Places keep their values apart in a loop, but here the second is what the first was a round before.
+    # Places keep their values apart in a loop, but here the second is what the first
+    # was a round before.
     assert products("%out#0") == set()
     assert products("%out#1") == {"%hash"}
     assert products("%out#0", "muli") == {"%step"}
@@ -233,9 +279,16 @@ def test_interpreted_kernels_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("setup", "arguments", "message"),
     [
-        ("from triton.backends import backends; del backends['amd']", "--target=gfx942", "no back end for gfx942"),
         (
-            "from pathlib import Path; from bench import sass; sass.TOOL = Path('gone')",
+            "from triton.backends import backends; del backends['amd']",
+            "--target=gfx942",
+            "no back end for gfx942",
+        ),
+        (
+            (
+                "from pathlib import Path; from bench import sass; sass.TOOL ="
+                " Path('gone')"
+            ),
             "--target=sm_90",
             "without gone",
         ),
@@ -244,4 +297,8 @@ def test_interpreted_kernels_are_refused_by_name() -> None:
 )
 def test_what_is_missing_is_named(setup: str, arguments: str, message: str) -> None:
     done = run("-c", f"{setup}\nfrom bench import cards\ncards.main(['{arguments}'])")
-    assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 1
+        and message in done.stderr
+        and "Traceback" not in done.stderr
+    )

@@ -12,14 +12,32 @@ import models
 import pytest
 import ranks
 import torch
-from oracle import STAGES, Run, differing, rank, set_integer_gradients, sharded, whole, world
+from oracle import (
+    STAGES,
+    Run,
+    differing,
+    rank,
+    set_integer_gradients,
+    sharded,
+    whole,
+    world,
+)
 from torch import nn
 from torch.optim import lr_scheduler
 
 import zerokern
 
 PAIRS = [(zerokern.AdamW, torch.optim.AdamW), (zerokern.Adam, torch.optim.Adam)]
-OWN_OPTIONS = {"stage", "model", "process_group", "mesh", "precision", "buckets", "max_grad_norm", "init"}
+OWN_OPTIONS = {
+    "stage",
+    "model",
+    "process_group",
+    "mesh",
+    "precision",
+    "buckets",
+    "max_grad_norm",
+    "init",
+}
 pairs = pytest.mark.parametrize(("ours", "theirs"), PAIRS, ids=lambda c: c.__name__)
 in_stages = pytest.mark.parametrize("stage", STAGES, ids="stage{}".format)
 
@@ -41,19 +59,29 @@ def test_the_signature_is_that_of_torch(ours: Any, theirs: Any) -> None:
     ]
     assert its.keys() <= mine.keys()
     for name, parameter in its.items():
-        assert (name, mine[name].kind, mine[name].default) == (name, parameter.kind, parameter.default)
+        assert (name, mine[name].kind, mine[name].default) == (
+            name,
+            parameter.kind,
+            parameter.default,
+        )
     extra = {name: p for name, p in mine.items() if name not in its}
     assert extra.keys() == OWN_OPTIONS
     assert {p.kind for p in extra.values()} == {inspect.Parameter.KEYWORD_ONLY}
 
 
 @pairs
-@pytest.mark.parametrize("method", ["step", "zero_grad", "load_state_dict", "state_dict", "add_param_group"])
-def test_methods_take_what_those_of_torch_take(ours: Any, theirs: Any, method: str) -> None:
+@pytest.mark.parametrize(
+    "method", ["step", "zero_grad", "load_state_dict", "state_dict", "add_param_group"]
+)
+def test_methods_take_what_those_of_torch_take(
+    ours: Any, theirs: Any, method: str
+) -> None:
     """Fact 7: passed by keyword, and inspected."""
     mine = inspect.signature(getattr(ours, method)).parameters
     its = inspect.signature(getattr(theirs, method)).parameters
-    assert [(n, p.default) for n, p in mine.items()] == [(n, p.default) for n, p in its.items()]
+    assert [(n, p.default) for n, p in mine.items()] == [
+        (n, p.default) for n, p in its.items()
+    ]
 
 
 @pairs
@@ -72,7 +100,9 @@ def test_groups_hold_the_model_s_own_parameters(stage: int) -> None:
         model = models.toy()
         optimizer = sharded(model, stage)
         held = [id(p) for p in optimizer.param_groups[0]["params"]]
-        return held == [id(p) for p in model.parameters()] and all(p in optimizer.state for p in model.parameters())
+        return held == [id(p) for p in model.parameters()] and all(
+            p in optimizer.state for p in model.parameters()
+        )
 
     assert ranks.run(2, case) == [True, True]
 
@@ -126,7 +156,9 @@ def test_repr_shows_groups_and_their_options() -> None:
         lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=8),
         lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=4),
         lambda o: lr_scheduler.CyclicLR(o, 1e-3, 1e-2, cycle_momentum=True),
-        lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.9)], [2]),
+        lambda o: lr_scheduler.SequentialLR(
+            o, [lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.9)], [2]
+        ),
     ],
     ids=["LambdaLR", "OneCycleLR", "CosineAnnealingLR", "CyclicLR", "SequentialLR"],
 )
@@ -142,14 +174,20 @@ def test_schedulers_move_the_rate_as_for_torch(make: Any) -> None:
             set_integer_gradients(model, step)
             optimizer.step()
             scheduler.step()
-            seen.append((float(optimizer.param_groups[0]["lr"]), optimizer.param_groups[0]["betas"]))
+            seen.append(
+                (
+                    float(optimizer.param_groups[0]["lr"]),
+                    optimizer.param_groups[0]["betas"],
+                )
+            )
         rates.append(seen)
     assert rates[0] == rates[1]
 
 
 @pytest.mark.parametrize("stage", (1, 2), ids="stage{}".format)
 def test_a_copy_of_the_model_is_its_own(stage: int) -> None:
-    """deepcopy, as for an average of weights: same values, no shared memory, no hooks of the optimizer."""
+    """deepcopy, as for an average of weights: same values, no shared memory, no hooks
+    of the optimizer."""
 
     def case() -> tuple[list[str], list[str], int]:
         run = Run(stage, world())
@@ -192,7 +230,10 @@ def test_the_model_can_be_pickled() -> None:
     file = io.BytesIO()
     torch.save(run.model, file)
     loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-    assert differing(dict(loaded.named_parameters()), dict(run.model.named_parameters())) == []
+    assert (
+        differing(dict(loaded.named_parameters()), dict(run.model.named_parameters()))
+        == []
+    )
 
 
 def test_the_state_dict_can_be_pickled_and_copied() -> None:
@@ -218,7 +259,9 @@ def test_a_second_optimizer_takes_the_parameters_over(stage: int) -> None:
             run.optimizer.zero_grad()
         old = first.optimizer
         first.optimizer = sharded(first.model, stage, lr=1e-2)
-        plain.optimizer.load_state_dict({**plain.optimizer.full_state_dict(), "state": {}})
+        plain.optimizer.load_state_dict(
+            {**plain.optimizer.full_state_dict(), "state": {}}
+        )
         for method in (old.step, lambda: old.clip_grad_norm_(1.0), old.no_sync):
             with pytest.raises(RuntimeError, match="newer optimizer"):
                 method()
@@ -227,14 +270,20 @@ def test_a_second_optimizer_takes_the_parameters_over(stage: int) -> None:
                 run.optimizer.zero_grad()
                 run.backward(step)
                 run.step()
-        return differing(whole(first.model, first.optimizer), whole(plain.model, plain.optimizer)), [
-            call.op for call in first.optimizer.comm_log() if call.phase == "forward" and call.op == "reduce_scatter"
+        return differing(
+            whole(first.model, first.optimizer), whole(plain.model, plain.optimizer)
+        ), [
+            call.op
+            for call in first.optimizer.comm_log()
+            if call.phase == "forward" and call.op == "reduce_scatter"
         ]
 
     assert ranks.run(2, case) == [([], [])] * 2
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (1, 3), (2, 3), (3, 1), (3, 2), (3, 3)])
+@pytest.mark.parametrize(
+    ("before", "after"), [(1, 2), (1, 3), (2, 3), (3, 1), (3, 2), (3, 3)]
+)
 def test_the_stage_can_change_by_a_new_optimizer(before: int, after: int) -> None:
     def case() -> list[str]:
         run, plain = Run(before, world()), Run(1, world())
@@ -248,7 +297,9 @@ def test_the_stage_can_change_by_a_new_optimizer(before: int, after: int) -> Non
                 state = run.optimizer.full_state_dict()
                 run.optimizer = sharded(run.model, after, lr=1e-2)
                 run.optimizer.load_state_dict(state)
-        return differing(whole(run.model, run.optimizer), whole(plain.model, plain.optimizer))
+        return differing(
+            whole(run.model, run.optimizer), whole(plain.model, plain.optimizer)
+        )
 
     assert ranks.run(2, case) == [[], []]
 
@@ -265,7 +316,11 @@ def test_a_model_whose_optimizer_is_gone_is_a_plain_model(stage: int) -> None:
     run.optimizer = None
     gc.collect()
     run.backward(1)
-    assert all(torch.isfinite(p.grad).all() for p in run.model.parameters() if p.grad is not None)
+    assert all(
+        torch.isfinite(p.grad).all()
+        for p in run.model.parameters()
+        if p.grad is not None
+    )
 
 
 @in_stages
@@ -273,7 +328,10 @@ def test_training_uses_the_given_process_group(stage: int) -> None:
     """Two groups of two train apart, each on the mean of its own members."""
 
     def case() -> tuple[dict[str, torch.Tensor], set[int]]:
-        groups = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
+        groups = [
+            torch.distributed.new_group([0, 1]),
+            torch.distributed.new_group([2, 3]),
+        ]
         mine = groups[rank() // 2]
         model = models.toy()
         optimizer = sharded(model, stage, process_group=mine)
@@ -286,7 +344,11 @@ def test_training_uses_the_given_process_group(stage: int) -> None:
 
     results = ranks.run(4, case)
     assert all(groups == {2} for _, groups in results)
-    assert differing(results[0][0], results[1][0]) == differing(results[2][0], results[3][0]) == []
+    assert (
+        differing(results[0][0], results[1][0])
+        == differing(results[2][0], results[3][0])
+        == []
+    )
     assert differing(results[0][0], results[2][0]) != []
 
 
@@ -335,13 +397,27 @@ def test_grad_norm_and_skipped_steps_are_tensors_on_the_device() -> None:
     model = models.toy()
     optimizer = zerokern.AdamW(model.parameters(), max_grad_norm=0.01)
     models.loss_of(model, *models.batch(0)).backward()
-    expected = torch.stack([p.grad.double().square().sum() for p in model.parameters()]).sum().sqrt()
+    expected = (
+        torch.stack([p.grad.double().square().sum() for p in model.parameters()])
+        .sum()
+        .sqrt()
+    )
     optimizer.step()
     assert torch.allclose(optimizer.grad_norm, expected)
     assert optimizer.skipped_steps == 0
 
 
 def test_the_public_names() -> None:
-    names = {"SGD", "Adam", "AdamW", "Buckets", "Call", "GradScaler", "Lion", "Memory", "Precision"}
+    names = {
+        "SGD",
+        "Adam",
+        "AdamW",
+        "Buckets",
+        "Call",
+        "GradScaler",
+        "Lion",
+        "Memory",
+        "Precision",
+    }
     assert set(zerokern.__all__) == names
     assert nn.Module  # the library adds nothing to torch's own classes

@@ -1,4 +1,5 @@
-"""`zerokern dryrun`: real training scripts as one rank of any world, against the same scripts on real ranks."""
+"""`zerokern dryrun`: real training scripts as one rank of any world, against the same
+scripts on real ranks."""
 
 from __future__ import annotations
 
@@ -42,8 +43,10 @@ from zerokern import AdamW
 
 dist.init_process_group("nccl")
 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-assert dist.get_world_size() == int(os.environ["WORLD_SIZE"]) and dist.get_rank() == int(os.environ["RANK"])
-model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).cuda().bfloat16()
+assert dist.get_world_size() == int(os.environ["WORLD_SIZE"])
+assert dist.get_rank() == int(os.environ["RANK"])
+model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+model = model.cuda().bfloat16()
 optimizer = AdamW(model.parameters(), lr=1e-3, stage=2, max_grad_norm=1.0)
 data = TensorDataset(torch.randn(512, 64), torch.randint(10, (512,)))
 for inputs, labels in DataLoader(data, batch_size=4, sampler=DistributedSampler(data)):
@@ -68,7 +71,8 @@ class _Enough(BaseException):
 
 
 def in_earnest(script: str, *arguments: str) -> Any:
-    """Run a script on this rank of a real group until it has made its steps; return its log and memory."""
+    """Run a script on this rank of a real group until it has made its steps; return its
+    log and memory."""
     optimizers: list[Any] = []
 
     def stepped(optimizer: Any, *_: Any) -> None:
@@ -80,7 +84,9 @@ def in_earnest(script: str, *arguments: str) -> Any:
     environment = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank())}
     try:
         with (
-            mock.patch.dict(os.environ, {**environment, "WORLD_SIZE": str(dist.get_world_size())}),
+            mock.patch.dict(
+                os.environ, {**environment, "WORLD_SIZE": str(dist.get_world_size())}
+            ),
             mock.patch.object(sys, "argv", [script, *arguments]),
             mock.patch.object(dist, "init_process_group", lambda *args, **kwargs: None),
             warnings.catch_warnings(),
@@ -96,7 +102,13 @@ def in_earnest(script: str, *arguments: str) -> Any:
 
 @functools.cache
 def done(world: int) -> ranks.Cases:
-    return ranks.run_cases(world, {name: functools.partial(in_earnest, *script) for name, script in SCRIPTS.items()})
+    return ranks.run_cases(
+        world,
+        {
+            name: functools.partial(in_earnest, *script)
+            for name, script in SCRIPTS.items()
+        },
+    )
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -104,7 +116,9 @@ def done(world: int) -> ranks.Cases:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_log_is_that_of_the_real_run(name: str, world: int) -> None:
     script, *arguments = SCRIPTS[name]
-    outcome = dryrun(EXAMPLES / script, arguments, world=world, rank=world - 1, steps=STEPS)
+    outcome = dryrun(
+        EXAMPLES / script, arguments, world=world, rank=world - 1, steps=STEPS
+    )
     for log, memory in done(world)[name]:
         assert foresight.differences(outcome.calls[0], log) == []
         assert outcome.memory[0] == memory
@@ -120,15 +134,23 @@ def test_a_script_for_gpus_runs_without_any(tmp_path: Path) -> None:
     assert outcome.peak.bytes > outcome.memory[0].total > 0 and outcome.timeline
 
 
-def test_the_command_prints_tables_and_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_tables_and_json(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "train.py"
     script.write_text(ON_GPU)
     assert cli.main(["dryrun", "--world", "512", "--steps", "1", str(script)]) == 0
     printed = capfd.readouterr().out
-    assert "as rank 0 of 512: 1 steps" in printed and "reduce_scatter" in printed and "at the peak" in printed
+    assert (
+        "as rank 0 of 512: 1 steps" in printed
+        and "reduce_scatter" in printed
+        and "at the peak" in printed
+    )
     assert cli.main(["dryrun", "--world", "512", "--json", str(script)]) == 0
     found = json.loads(capfd.readouterr().out)
-    assert found["world"] == 512 and found["collectives"][0] and found["peak"]["holders"]
+    assert (
+        found["world"] == 512 and found["collectives"][0] and found["peak"]["holders"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,7 +158,10 @@ def test_the_command_prints_tables_and_json(tmp_path: Path, capfd: pytest.Captur
     [
         ("print('nothing to do')", "ended without an optimizer step"),
         ("raise SystemExit(3)", "ended with exit status 3"),
-        ("import torch\ntorch.nonzero(torch.ones(3))", "depends on values, and a rehearsal has none"),
+        (
+            "import torch\ntorch.nonzero(torch.ones(3))",
+            "depends on values, and a rehearsal has none",
+        ),
         (None, "is not a file"),
     ],
 )
@@ -150,7 +175,9 @@ def test_what_cannot_be_rehearsed_is_said(
     assert says in capfd.readouterr().err
 
 
-def test_there_is_no_such_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_there_is_no_such_rank(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "train.py"
     script.write_text(ON_GPU)
     assert cli.main(["dryrun", "--world", "4", "--rank", "4", str(script)]) == 2
@@ -163,7 +190,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from zerokern import AdamW
 
 config = LlamaConfig(
-    hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
+    hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
+    num_attention_heads=64, num_key_value_heads=8,
     vocab_size=128256,
 )
 model = LlamaForCausalLM(config).bfloat16()
@@ -178,18 +206,34 @@ while True:
 
 @pytest.mark.slow
 def test_70_billion_parameters_on_1024_ranks(tmp_path: Path) -> None:
-    """One core, in a process of its own: under a minute, of the processor's, and 4 GiB."""
+    """One core, in a process of its own: under a minute, of the processor's, and 4
+    GiB."""
     script = tmp_path / "large.py"
     script.write_text(LARGE)
-    command = [sys.executable, "-m", "zerokern", "dryrun", "--world", "1024", "--steps", "1", "--json", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "zerokern",
+        "dryrun",
+        "--world",
+        "1024",
+        "--steps",
+        "1",
+        "--json",
+        str(script),
+    ]
     core = {min(os.sched_getaffinity(0))}
     with (tmp_path / "found.json").open("w") as out:
-        process = subprocess.Popen(command, stdout=out, preexec_fn=lambda: os.sched_setaffinity(0, core))
+        process = subprocess.Popen(
+            command, stdout=out, preexec_fn=lambda: os.sched_setaffinity(0, core)
+        )
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     assert process.returncode == 0
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["params"] == 70_553_706_496
-    assert sum(found["persistent_bytes"][0].values()) == pytest.approx(18 * found["params"] / 1024, rel=0.01)
+    assert sum(found["persistent_bytes"][0].values()) == pytest.approx(
+        18 * found["params"] / 1024, rel=0.01
+    )
     assert usage.ru_utime + usage.ru_stime < 60
     assert usage.ru_maxrss * 1024 < 4 * 2**30

@@ -1,4 +1,5 @@
-"""The demo: a short job on two ranks writes a table whose numbers agree with theory, and a plot."""
+"""The demo: a short job on two ranks writes a table whose numbers agree with theory,
+and a plot."""
 
 from __future__ import annotations
 
@@ -17,8 +18,12 @@ JOB = [sys.executable, "-m", "zerokern.examples.train", "--device", "cpu"]
 ROOT = Path(__file__).parents[1]
 
 
-def _run(*arguments: str, launcher: list[str] = JOB) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*launcher, *arguments], capture_output=True, text=True, timeout=240, cwd=ROOT)
+def _run(
+    *arguments: str, launcher: list[str] = JOB
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*launcher, *arguments], capture_output=True, text=True, timeout=240, cwd=ROOT
+    )
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +41,12 @@ def _results(job: tuple[str, Path]) -> dict[str, Any]:
 
 
 def test_job_runs_plain_and_every_stage(job: tuple[str, Path]) -> None:
-    assert [run["name"] for run in _results(job)["runs"]] == ["plain AdamW", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
+    assert [run["name"] for run in _results(job)["runs"]] == [
+        "plain AdamW",
+        "ZeRO-1",
+        "ZeRO-2",
+        "ZeRO-3",
+    ]
 
 
 def test_loss_curves_coincide(job: tuple[str, Path]) -> None:
@@ -45,20 +55,29 @@ def test_loss_curves_coincide(job: tuple[str, Path]) -> None:
     assert plain["losses"][-1] < plain["losses"][0]
     for run in sharded:
         assert run["losses"] == pytest.approx(plain["losses"], abs=1e-4)
-        assert run["validation_loss"] == pytest.approx(plain["validation_loss"], abs=1e-4)
+        assert run["validation_loss"] == pytest.approx(
+            plain["validation_loss"], abs=1e-4
+        )
 
 
 def test_bytes_are_those_of_theory(job: tuple[str, Path]) -> None:
     for run in _results(job)["runs"]:
         for role, expected in run["state_theory"].items():
-            assert run["state"][role] == pytest.approx(expected, rel=0.02), (run["name"], role)
+            assert run["state"][role] == pytest.approx(expected, rel=0.02), (
+                run["name"],
+                role,
+            )
         assert run["sent"] == pytest.approx(run["sent_theory"], rel=0.01), run["name"]
 
 
 def test_theory_of_a_recipe() -> None:
     recipe = Precision(master="split24", moments="8bit")
     held = theory.state_bytes(64, world=2, stage=2, itemsize=2, precision=recipe)
-    assert (held.parameters, held.master, held.moments) == (2 * 64, 1 * 64 / 2, 2 * 65 / 2)
+    assert (held.parameters, held.master, held.moments) == (
+        2 * 64,
+        1 * 64 / 2,
+        2 * 65 / 2,
+    )
 
 
 def test_table_and_plot_are_written(job: tuple[str, Path]) -> None:
@@ -70,11 +89,34 @@ def test_table_and_plot_are_written(job: tuple[str, Path]) -> None:
 
 @pytest.mark.long
 def test_job_runs_under_torchrun_in_bf16(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", *JOB[2:]]
-    done = _run("--steps", "2", "--stages", "3", "--dtype", "bf16", "--out", str(tmp_path), launcher=torchrun)
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        *JOB[2:],
+    ]
+    done = _run(
+        "--steps",
+        "2",
+        "--stages",
+        "3",
+        "--dtype",
+        "bf16",
+        "--out",
+        str(tmp_path),
+        launcher=torchrun,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     last = json.loads((tmp_path / "results.json").read_text())["runs"][-1]
-    assert last["state"]["master"] == pytest.approx(last["state_theory"]["master"], rel=0.02) != 0
+    assert (
+        last["state"]["master"]
+        == pytest.approx(last["state_theory"]["master"], rel=0.02)
+        != 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -87,7 +129,9 @@ def test_job_runs_under_torchrun_in_bf16(tmp_path: Path) -> None:
         (["--steps", "0"], "must all be at least 1"),
     ],
 )
-def test_user_errors_are_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_errors_are_one_sentence(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     from zerokern.examples import train
 
     assert train.main(["--device", "cpu", *arguments]) == 2
@@ -99,7 +143,9 @@ def test_ranks_divide_the_global_batch() -> None:
     source = text.Text(bytes(range(256)) * 8, window=9)
     batch = source.batch(3, size=8, seed=1)
     assert batch.shape == (8, 9)
-    assert batch.equal(source.batch(3, size=8, seed=1)) and not batch.equal(source.batch(4, size=8, seed=1))
+    assert batch.equal(source.batch(3, size=8, seed=1)) and not batch.equal(
+        source.batch(4, size=8, seed=1)
+    )
 
 
 def test_default_options_are_those_of_the_command_line() -> None:
@@ -107,13 +153,21 @@ def test_default_options_are_those_of_the_command_line() -> None:
 
 
 def test_theory_of_the_paper() -> None:
-    # The paper's example: 7.5 B parameters, 64 ranks, fp16 with fp32 states; it counts 16 bytes per parameter there.
-    # Here the fp32 sum of 16-bit gradients is counted too.
+    # The paper's example: 7.5 B parameters, 64 ranks, fp16 with fp32 states; it counts
+    # 16 bytes per parameter there. Here the fp32 sum of 16-bit gradients is counted
+    # too.
     fp32 = Precision()
-    whole = theory.state_bytes(7_500_000_000, world=64, stage=0, itemsize=4, precision=fp32).total
+    whole = theory.state_bytes(
+        7_500_000_000, world=64, stage=0, itemsize=4, precision=fp32
+    ).total
     assert whole == 16 * 7.5e9
     stage1, stage2, stage3 = (
-        theory.state_bytes(64, world=4, stage=s, itemsize=4, precision=fp32).total for s in (1, 2, 3)
+        theory.state_bytes(64, world=4, stage=s, itemsize=4, precision=fp32).total
+        for s in (1, 2, 3)
     )
-    assert (stage1, stage2, stage3) == (64 * (8 + 8 / 4), 64 * (4 + 12 / 4), 64 * 16 / 4)
+    assert (stage1, stage2, stage3) == (
+        64 * (8 + 8 / 4),
+        64 * (4 + 12 / 4),
+        64 * 16 / 4,
+    )
     assert theory.sent_bytes(64, world=4, stage=3, itemsize=2) == 3 * 64 * 2 * 3 / 4

@@ -1,7 +1,9 @@
-"""torch.compile around our hooks: whole graphs per unit, no recompilation, the bits of the uncompiled run (I1 to I5).
+"""torch.compile around our hooks: whole graphs per unit, no recompilation, the bits of
+the uncompiled run (I1 to I5).
 
-What is compiled is a unit: in place or replaced, before the optimizer is built or after. Around units there is no one
-graph in stage 3, where parameters come and go between them: a compiled model works, in pieces.
+What is compiled is a unit: in place or replaced, before the optimizer is built or
+after. Around units there is no one graph in stage 3, where parameters come and go
+between them: a compiled model works, in pieces.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ from torch._dynamo.utils import counters
 import zerokern
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf",  # dynamo looks at .grad of whatever it traces
-    "ignore:None of the inputs have requires_grad",  # a reentrant checkpoint says so of an evaluation
+    # dynamo looks at .grad of whatever it traces
+    "ignore:The .grad attribute of a Tensor that is not a leaf",
+    # a reentrant checkpoint says so of an evaluation
+    "ignore:None of the inputs have requires_grad",
 )
 WORLD = 2
 WARM_UP, STEPS = 2, 7
@@ -41,7 +45,10 @@ def _in_place(module: nn.Module, **options: Any) -> nn.Module:
     return module
 
 
-HOW: dict[str, Callable[..., nn.Module]] = {"replaced": _replaced, "in place": _in_place}
+HOW: dict[str, Callable[..., nn.Module]] = {
+    "replaced": _replaced,
+    "in place": _in_place,
+}
 WHEN = ("before", "after")
 BACKENDS = ("eager", "aot_eager")
 
@@ -67,7 +74,8 @@ def train(
     steps: int = STEPS,
     **options: Any,
 ) -> Result:
-    """Train with accumulation, evaluation between steps and a learning rate that changes.
+    """Train with accumulation, evaluation between steps and a learning rate that
+    changes.
 
     Args:
         stage: of the optimizer.
@@ -99,7 +107,13 @@ def train(
     if late:
         options["adam"] = functools.partial(zerokern.AdamW, model=model)
         options["buckets"] = zerokern.Buckets(gather_in_forward=True)
-    run = Run(stage, world(), build=lambda: model, lr=torch.tensor(1e-2) if tensor_lr else 1e-2, **options)
+    run = Run(
+        stage,
+        world(),
+        build=lambda: model,
+        lr=torch.tensor(1e-2) if tensor_lr else 1e-2,
+        **options,
+    )
     run.model.checkpoint = checkpoint
     if when == "after":
         run.model = change(run.model)
@@ -112,7 +126,10 @@ def train(
         graphs.append(counters["stats"]["unique_graphs"])
     result = run.result()
     return {
-        "values": {_plain(name): value for name, value in {**result["params"], **result["state"]}.items()},
+        "values": {
+            _plain(name): value
+            for name, value in {**result["params"], **result["state"]}.items()
+        },
         "seen": result["seen"],
         "buffers": result["buffers"],
         "graphs": graphs,
@@ -141,7 +158,9 @@ def _plain(name: str) -> str:
 
 def same_values(ours: Result, plain: Result) -> list[str]:
     """Return which parameters, states and losses differ."""
-    return differing({**ours["values"], **ours["seen"]}, {**plain["values"], **plain["seen"]})
+    return differing(
+        {**ours["values"], **ours["seen"]}, {**plain["values"], **plain["seen"]}
+    )
 
 
 def bf16() -> nn.Module:
@@ -155,7 +174,10 @@ class OwnModules(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(models.VOCABULARY, 17)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(17, 17), nn.GELU(), nn.LayerNorm(17)) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(17, 17), nn.GELU(), nn.LayerNorm(17))
+            for _ in range(2)
+        )
         self.head = nn.Linear(17, models.VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -174,11 +196,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "ten blocks": {"build": functools.partial(models.toy, blocks=10), "steps": 3},
     "late": {"build": functools.partial(models.toy, blocks=2), "late": True},
 }
-"""What is trained. Ten are more than dynamo compiles of one function (its limit is 8): units must share a graph."""
+"""What is trained. Ten are more than dynamo compiles of one function (its limit is 8):
+units must share a graph."""
 
 
 def _way(kind: str) -> tuple[str, str]:
-    # Without hooks torch finds nothing to compile in a module of its own that is compiled in place.
+    # Without hooks torch finds nothing to compile in a module of its own that is
+    # compiled in place.
     return ("replaced", "before") if kind == "torch's own" else ("in place", "after")
 
 
@@ -193,7 +217,12 @@ QUICK = [
 ]
 EVERY = [
     *itertools.product(["toy"], STAGES, HOW, WHEN, BACKENDS),
-    *((kind, stage, *_way(kind), backend) for kind in HOOKED for stage in STAGES for backend in BACKENDS),
+    *(
+        (kind, stage, *_way(kind), backend)
+        for kind in HOOKED
+        for stage in STAGES
+        for backend in BACKENDS
+    ),
     *itertools.product(["late"], (1, 2), HOW, WHEN, BACKENDS),
 ]
 SLOW = [key for key in EVERY if key not in QUICK]
@@ -207,21 +236,29 @@ def _unit_case(key: Any) -> Callable[[], Result]:
 
 @functools.cache
 def _warm() -> None:
-    """Import here what ranks would import each for itself: they are forked from this process."""
-    torch.compile(torch.sin, backend="aot_eager")(torch.ones(2, requires_grad=True)).sum().backward()
+    """Import here what ranks would import each for itself: they are forked from this
+    process."""
+    torch.compile(torch.sin, backend="aot_eager")(
+        torch.ones(2, requires_grad=True)
+    ).sum().backward()
 
 
 @functools.cache
 def units(keys: tuple[Any, ...]) -> ranks.Cases:
     """Train some cases, and the same uncompiled."""
     _warm()
-    plain = {(*key[:2], "plain"): functools.partial(train, key[1], **KINDS[key[0]]) for key in keys}
+    plain = {
+        (*key[:2], "plain"): functools.partial(train, key[1], **KINDS[key[0]])
+        for key in keys
+    }
     return ranks.run_cases(WORLD, {**plain, **{key: _unit_case(key) for key in keys}})
 
 
 def unit(key: Any) -> tuple[list[Result], list[Result]]:
     """Return what a case came to on each rank, and what it does uncompiled."""
-    cases = units(tuple(QUICK if key in QUICK else [k for k in SLOW if k[:2] == key[:2]]))
+    cases = units(
+        tuple(QUICK if key in QUICK else [k for k in SLOW if k[:2] == key[:2]])
+    )
     return cases[key], cases[(*key[:2], "plain")]
 
 
@@ -234,7 +271,8 @@ of_units = pytest.mark.parametrize(
 
 @of_units
 def test_compiled_units_train_as_uncompiled_ones_bit_for_bit(key: Any) -> None:
-    """I1 (pytorch#161153), I4 (pytorch PR#181924): each unit is one whole graph, and hooks do not break it."""
+    """I1 (pytorch#161153), I4 (pytorch PR#181924): each unit is one whole graph, and
+    hooks do not break it."""
     for ours, plain in zip(*unit(key), strict=True):
         assert same_values(ours, plain) == []
         assert ours["breaks"] == 0
@@ -244,20 +282,28 @@ def test_compiled_units_train_as_uncompiled_ones_bit_for_bit(key: Any) -> None:
 
 @of_units
 def test_nothing_is_compiled_after_the_warm_up(key: Any) -> None:
-    """I3 (pytorch#138813): gathered storage that comes and goes is no reason to compile again."""
+    """I3 (pytorch#138813): gathered storage that comes and goes is no reason to compile
+    again."""
     for result in unit(key)[0]:
-        assert result["graphs"][WARM_UP:] == [result["graphs"][WARM_UP - 1]] * (len(result["graphs"]) - WARM_UP)
+        assert result["graphs"][WARM_UP:] == [result["graphs"][WARM_UP - 1]] * (
+            len(result["graphs"]) - WARM_UP
+        )
 
 
 def test_all_units_share_one_graph() -> None:
-    """I3: hooks of each unit's own do not make it a function of its own, so the depth of a model does not matter."""
-    two, ten = unit(("toy", 3, "in place", "before", "eager"))[0], unit(("ten blocks", 3, *_way(""), "eager"))[0]
+    """I3: hooks of each unit's own do not make it a function of its own, so the depth
+    of a model does not matter."""
+    two, ten = (
+        unit(("toy", 3, "in place", "before", "eager"))[0],
+        unit(("ten blocks", 3, *_way(""), "eager"))[0],
+    )
     for shallow, deep in zip(two, ten, strict=True):
         assert deep["graphs"][-1] == shallow["graphs"][-1] > 0
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore:`torch.jit")  # inductor imports what torch has deprecated
+# Inductor imports what torch has deprecated.
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("stage", STAGES, ids="stage{}".format)
 def test_inductor_agrees(stage: int) -> None:
     """Generated C++ fuses what torch does apart, so sums are close and not the same."""
@@ -265,14 +311,20 @@ def test_inductor_agrees(stage: int) -> None:
     options = {**KINDS["toy"], "steps": 4}
     cases = {
         "plain": functools.partial(train, stage, **options),
-        "before": functools.partial(train, stage, compiled=compiled, when="before", **options),
-        "after": functools.partial(train, stage, compiled=compiled, when="after", **options),
+        "before": functools.partial(
+            train, stage, compiled=compiled, when="before", **options
+        ),
+        "after": functools.partial(
+            train, stage, compiled=compiled, when="after", **options
+        ),
     }
     results = ranks.run_cases(WORLD, cases)
     for when in WHEN:
         for ours, plain in zip(results[when], results["plain"], strict=True):
             for name, value in plain["values"].items():
-                torch.testing.assert_close(ours["values"][name], value, rtol=1e-4, atol=2e-5, msg=name)
+                torch.testing.assert_close(
+                    ours["values"][name], value, rtol=1e-4, atol=2e-5, msg=name
+                )
             assert ours["breaks"] == 0
             assert len(set(ours["graphs"][WARM_UP - 1 :])) == 1
 
@@ -305,7 +357,8 @@ REFUSED = {
 
 
 def whole_step(stage: int, compiled: bool) -> Result:
-    """Train with a compiled function that holds forward, backward, clipping and step."""
+    """Train with a compiled function that holds forward, backward, clipping and
+    step."""
     torch._dynamo.reset()
     counters.clear()
     run = Run(stage, world(), build=TOY)
@@ -322,7 +375,14 @@ def whole_step(stage: int, compiled: bool) -> Result:
     graphs = []
     for number in range(STEPS):
         with torch._dynamo.config.patch(error_on_recompile=number >= WARM_UP):
-            run.seen.append(call(*(models.share(t, dist.get_rank(), world()) for t in models.batch(number))))
+            run.seen.append(
+                call(
+                    *(
+                        models.share(t, dist.get_rank(), world())
+                        for t in models.batch(number)
+                    )
+                )
+            )
         run.note_buffers()
         graphs.append(counters["stats"]["unique_graphs"])
     result = run.result()
@@ -342,9 +402,13 @@ def _root_cases() -> dict[Any, Callable[[], Any]]:
         cases[stage, "constant"] = functools.partial(trained, schedule=False)
         cases[stage, "plain, tensor lr"] = functools.partial(trained, tensor_lr=True)
         cases[stage, "step"] = functools.partial(trained, compiled_step=True)
-        cases[stage, "step, tensor lr"] = functools.partial(trained, compiled_step=True, tensor_lr=True)
+        cases[stage, "step, tensor lr"] = functools.partial(
+            trained, compiled_step=True, tensor_lr=True
+        )
         for compiled in (True, False):
-            cases[stage, "whole step", compiled] = functools.partial(whole_step, stage, compiled)
+            cases[stage, "whole step", compiled] = functools.partial(
+                whole_step, stage, compiled
+            )
     for stage, how, when, backend in ROOT_WAYS:
         compiled = functools.partial(HOW[how], backend=backend, fullgraph=stage != 3)
         cases[stage, how, when, backend] = functools.partial(
@@ -365,7 +429,8 @@ in_stages = pytest.mark.parametrize("stage", STAGES, ids="stage{}".format)
 
 @pytest.mark.parametrize("key", ROOT_WAYS, ids=lambda key: "-".join(map(str, key)))
 def test_a_compiled_model_trains_as_an_uncompiled_one(key: Any) -> None:
-    """One graph in stages 1 and 2. In stage 3 the units are graphs, and what is between them."""
+    """One graph in stages 1 and 2. In stage 3 the units are graphs, and what is between
+    them."""
     stage = key[0]
     for ours, plain in zip(roots()[key], roots()[stage, "plain"], strict=True):
         assert same_values(ours, plain) == []
@@ -375,7 +440,9 @@ def test_a_compiled_model_trains_as_an_uncompiled_one(key: Any) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_one_graph_around_the_hooks_of_sharded_units_is_refused_by_name(name: str) -> None:
+def test_one_graph_around_the_hooks_of_sharded_units_is_refused_by_name(
+    name: str,
+) -> None:
     """I4: the limit of stage 3; the error says what to compile instead."""
     for message in roots()[name]:
         assert "reason: zerokern" in message
@@ -395,8 +462,12 @@ def test_a_compiled_step_follows_the_learning_rate(lr: str, stage: int) -> None:
 
 @in_stages
 def test_a_compiled_function_may_hold_the_whole_step(stage: int) -> None:
-    """Backward runs inside of it, and dynamo looks at every frame that it enters there: at our hooks, too."""
-    for ours, plain in zip(*(roots()[stage, "whole step", compiled] for compiled in (True, False)), strict=True):
+    """Backward runs inside of it, and dynamo looks at every frame that it enters there:
+    at our hooks, too."""
+    for ours, plain in zip(
+        *(roots()[stage, "whole step", compiled] for compiled in (True, False)),
+        strict=True,
+    ):
         assert same_values(ours, plain) == []
         assert ours["graphs"][-1] > 0
         assert len(set(ours["graphs"][WARM_UP - 1 :])) == 1

@@ -1,4 +1,5 @@
-"""Faults that users of sharded training have met with norms, clipping, loss scales, accumulation and gradients."""
+"""Faults that users of sharded training have met with norms, clipping, loss scales,
+accumulation and gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import models
 import pytest
 import ranks
 import torch
-import torch._dynamo  # which an optimizer imports in any case: here, it is done before ranks are forked
+import torch._dynamo  # an optimizer imports it: here, before ranks are forked
 import torch.distributed as dist
 from oracle import (
     STAGES,
@@ -51,7 +52,9 @@ def case(function: Callable[[int], Any]) -> Callable[[int], Any]:
 @functools.cache
 def done(at: int) -> ranks.Cases:
     """Run all cases in all stages on one group of ranks."""
-    return ranks.run_cases(at, {(n, s): functools.partial(f, s) for n, f in CASES.items() for s in STAGES})
+    return ranks.run_cases(
+        at, {(n, s): functools.partial(f, s) for n, f in CASES.items() for s in STAGES}
+    )
 
 
 def everything(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
@@ -64,7 +67,7 @@ def short(stage: int | None, of: int, **options: Any) -> Run:
     return Run(stage, of, build=functools.partial(models.toy, blocks=2), **options)
 
 
-# ---------------------------------------------------------------------- E1, E6, E12: several process groups
+# -------------------------------------------------- E1, E6, E12: several process groups
 
 EXPERTS = 2
 BOUND = 0.1
@@ -86,54 +89,81 @@ def _loss(trunk: nn.Module, expert: nn.Module, of_rank: int) -> Tensor:
 
 
 def _expected_norms(at: int) -> tuple[float, list[float]]:
-    """Return the norm of the trunk's mean gradient over all ranks, and of each expert's over the ranks that have it."""
+    """Return the norm of the trunk's mean gradient over all ranks, and of each expert's
+    over the ranks that have it."""
     trunk, experts = _trunk(), [_expert(i) for i in range(EXPERTS)]
     for r in range(at):
         own = r % EXPERTS
         loss = _loss(trunk, experts[own], r)
         members = at // EXPERTS
-        grads = torch.autograd.grad(loss, [*trunk.parameters(), *experts[own].parameters()])
+        grads = torch.autograd.grad(
+            loss, [*trunk.parameters(), *experts[own].parameters()]
+        )
         for index, (param, grad) in enumerate(
             zip([*trunk.parameters(), *experts[own].parameters()], grads, strict=True)
         ):
             share = grad / (at if index < 2 else members)
             param.grad = share if param.grad is None else param.grad + share
-    norms = [float(nn.utils.get_total_norm([p.grad for p in m.parameters()])) for m in (trunk, *experts)]  # type: ignore[misc]
+    norms = [
+        float(nn.utils.get_total_norm([p.grad for p in m.parameters()]))
+        for m in (trunk, *experts)
+    ]  # type: ignore[misc]
     return norms[0], norms[1:]
 
 
 def _norms_of_two_optimizers(stage: int) -> dict[str, Any]:
-    """Every rank has the trunk; rank r has expert r mod 2, shared with the other ranks that have it."""
-    groups = [dist.new_group([r for r in range(world()) if r % EXPERTS == i]) for i in range(EXPERTS)]
+    """Every rank has the trunk; rank r has expert r mod 2, shared with the other ranks
+    that have it."""
+    groups = [
+        dist.new_group([r for r in range(world()) if r % EXPERTS == i])
+        for i in range(EXPERTS)
+    ]
     trunk, expert = _trunk(), _expert(rank() % EXPERTS)
     optimizers = [
         sharded(trunk, stage, adam=zerokern.SGD, lr=1.0),
-        sharded(expert, stage, adam=zerokern.SGD, lr=1.0, process_group=groups[rank() % EXPERTS]),
+        sharded(
+            expert,
+            stage,
+            adam=zerokern.SGD,
+            lr=1.0,
+            process_group=groups[rank() % EXPERTS],
+        ),
     ]
     before = [whole(m, o) for m, o in zip((trunk, expert), optimizers, strict=True)]
     _loss(trunk, expert, rank()).backward()
-    norms = [float(o.clip_grad_norm_(math.inf)) for o in optimizers]  # measures, and clips nothing
+    # Measures, and clips nothing.
+    norms = [float(o.clip_grad_norm_(math.inf)) for o in optimizers]
     of_ranks: list[Any] = [None] * world()
     dist.all_gather_object(of_ranks, norms[1])
-    total = math.hypot(norms[0], *of_ranks[:EXPERTS])  # each expert once; the bounds must agree on all ranks
+    # Each expert once; the bounds must agree on all ranks.
+    total = math.hypot(norms[0], *of_ranks[:EXPERTS])
     for optimizer, norm in zip(optimizers, norms, strict=True):
         optimizer.clip_grad_norm_(BOUND * norm / total)
         optimizer.step()
     after = [whole(m, o) for m, o in zip((trunk, expert), optimizers, strict=True)]
-    moved = [float(nn.utils.get_total_norm([b[n] - a[n] for n in b])) for b, a in zip(before, after, strict=True)]
-    return {"norms": norms, "moved": moved, "reported": [float(o.grad_norm) for o in optimizers]}
+    moved = [
+        float(nn.utils.get_total_norm([b[n] - a[n] for n in b]))
+        for b, a in zip(before, after, strict=True)
+    ]
+    return {
+        "norms": norms,
+        "moved": moved,
+        "reported": [float(o.grad_norm) for o in optimizers],
+    }
 
 
 @functools.cache
 def two_optimizers(at: int) -> ranks.Cases:
-    return ranks.run_cases(at, {s: functools.partial(_norms_of_two_optimizers, s) for s in STAGES})
+    return ranks.run_cases(
+        at, {s: functools.partial(_norms_of_two_optimizers, s) for s in STAGES}
+    )
 
 
 @pytest.mark.parametrize("at", (2, 4), ids="world{}".format)
 @in_stages
 def test_each_optimizer_has_the_norm_over_its_own_group(stage: int, at: int) -> None:
-    """E1, E6: an expert's gradients are averaged over the ranks that have it, and its norm is neither averaged nor
-    counted twice."""
+    """E1, E6: an expert's gradients are averaged over the ranks that have it, and its
+    norm is neither averaged nor counted twice."""
     trunk, experts = _expected_norms(at)
     for r, result in enumerate(two_optimizers(at)[stage]):
         assert result["norms"] == pytest.approx([trunk, experts[r % EXPERTS]], rel=1e-6)
@@ -142,8 +172,11 @@ def test_each_optimizer_has_the_norm_over_its_own_group(stage: int, at: int) -> 
 
 @pytest.mark.parametrize("at", (2, 4), ids="world{}".format)
 @in_stages
-def test_a_total_norm_over_several_groups_is_a_root_of_squares(stage: int, at: int) -> None:
-    """E12: `clip_grad_norm_(inf)` measures; each is then clipped to its part of the bound, and all together to it."""
+def test_a_total_norm_over_several_groups_is_a_root_of_squares(
+    stage: int, at: int
+) -> None:
+    """E12: `clip_grad_norm_(inf)` measures; each is then clipped to its part of the
+    bound, and all together to it."""
     trunk, experts = _expected_norms(at)
     total = math.hypot(trunk, *experts)
     assert total > BOUND
@@ -152,7 +185,7 @@ def test_a_total_norm_over_several_groups_is_a_root_of_squares(stage: int, at: i
         assert result["moved"] == pytest.approx(expected, rel=1e-4)
 
 
-# ---------------------------------------------------------------------- E5, E8: what is returned, and what is done
+# ------------------------------------------- E5, E8: what is returned, and what is done
 
 
 @case
@@ -165,7 +198,9 @@ def norms_returned(stage: int) -> list[dict[str, Any]]:
             run.backward(step)
         norm = run.optimizer.clip_grad_norm_(0.01)
         run.step()
-        found.append({"norm": norm.clone(), "reported": run.optimizer.grad_norm.clone()})
+        found.append(
+            {"norm": norm.clone(), "reported": run.optimizer.grad_norm.clone()}
+        )
     return found
 
 
@@ -183,7 +218,12 @@ def test_the_norm_is_one_global_number_on_every_rank(stage: int, at: int) -> Non
             assert torch.equal(other[step]["reported"], expected["reported"])
 
 
-BOUNDS: dict[str, float | Tensor] = {"above": 100.0, "below": 0.05, "tensor": torch.tensor(0.05), "zero": 0.0}
+BOUNDS: dict[str, float | Tensor] = {
+    "above": 100.0,
+    "below": 0.05,
+    "tensor": torch.tensor(0.05),
+    "zero": 0.0,
+}
 
 
 @case
@@ -199,7 +239,11 @@ def clipped_updates(stage: int) -> dict[str, dict[str, float]]:
         after = whole(model, optimizer)
         metrics = optimizer.metrics()
         moved = float(nn.utils.get_total_norm([before[n] - after[n] for n in before]))
-        found[name] = {"norm": norm, "moved": moved, "coefficient": metrics["clip_coefficient"]}
+        found[name] = {
+            "norm": norm,
+            "moved": moved,
+            "coefficient": metrics["clip_coefficient"],
+        }
         assert metrics["grad_norm"] == pytest.approx(norm)
     return found
 
@@ -207,18 +251,25 @@ def clipped_updates(stage: int) -> dict[str, dict[str, float]]:
 @at_worlds
 @in_stages
 @pytest.mark.parametrize("name", BOUNDS)
-def test_the_norm_before_clipping_is_returned_and_the_one_after_is_applied(name: str, stage: int, at: int) -> None:
-    """E8: the update of SGD at rate 1 is the clipped gradient; the coefficient can be read."""
+def test_the_norm_before_clipping_is_returned_and_the_one_after_is_applied(
+    name: str, stage: int, at: int
+) -> None:
+    """E8: the update of SGD at rate 1 is the clipped gradient; the coefficient can be
+    read."""
     bound = float(BOUNDS[name])
     for results in done(at)["clipped_updates", stage]:
         result = results[name]
         assert result["norm"] > 0.1
-        assert result["moved"] == pytest.approx(min(result["norm"], bound), rel=1e-4, abs=1e-7)
+        assert result["moved"] == pytest.approx(
+            min(result["norm"], bound), rel=1e-4, abs=1e-7
+        )
         assert result["moved"] <= bound * (1 + 1e-5)
-        assert result["coefficient"] == pytest.approx(min(1.0, bound / (result["norm"] + 1e-6)), rel=1e-5)
+        assert result["coefficient"] == pytest.approx(
+            min(1.0, bound / (result["norm"] + 1e-6)), rel=1e-5
+        )
 
 
-# ---------------------------------------------------------------------- E9: torch's own functions on gradients
+# ----------------------------------------------- E9: torch's own functions on gradients
 
 
 def _clip_norm(model: nn.Module) -> None:
@@ -239,9 +290,13 @@ def _scale_by_own_norm(model: nn.Module) -> None:
         param.grad.mul_(0.3 / total)  # type: ignore[union-attr]
 
 
-TORCHS = {f.__name__.strip("_"): f for f in (_clip_norm, _clip_norm_one_by_one, _clip_value, _scale_by_own_norm)}
+TORCHS = {
+    f.__name__.strip("_"): f
+    for f in (_clip_norm, _clip_norm_one_by_one, _clip_value, _scale_by_own_norm)
+}
 BACKWARDS = (1, 2, 1)
-"""Backward passes of each step: stage 1 expects as many as in the step before, and is wrong twice."""
+"""Backward passes of each step: stage 1 expects as many as in the step before, and is
+wrong twice."""
 ATTEMPTS = [
     ("clip_norm", 0),
     ("clip_norm", 1),
@@ -252,8 +307,11 @@ ATTEMPTS = [
 ]
 
 
-def _with_torchs(stage: int | None, of: int, name: str | None, at_step: int) -> dict[str, Any]:
-    run = short(stage, of, lr=1.0, weight_decay=0.0, betas=(0.0, 0.0), eps=1.0)  # moves by what the gradients are
+def _with_torchs(
+    stage: int | None, of: int, name: str | None, at_step: int
+) -> dict[str, Any]:
+    # Moves by what the gradients are.
+    run = short(stage, of, lr=1.0, weight_decay=0.0, betas=(0.0, 0.0), eps=1.0)
     message = ""
     for step, micros in enumerate(BACKWARDS):
         run.optimizer.zero_grad()
@@ -276,25 +334,37 @@ def torchs_functions(stage: int) -> dict[tuple[str, int], dict[str, Any]]:
 @at_worlds
 @in_stages
 @pytest.mark.parametrize(("name", "at_step"), ATTEMPTS)
-def test_torchs_clipping_is_right_or_refused_by_name(name: str, at_step: int, stage: int, at: int) -> None:
+def test_torchs_clipping_is_right_or_refused_by_name(
+    name: str, at_step: int, stage: int, at: int
+) -> None:
     """E9: in the first step as in later ones; what is refused has changed nothing."""
     for results in done(at)["torchs_functions", stage]:
         result = results[name, at_step]
         if result["message"]:
-            assert "clip_grad_norm_" in result["message"] and "full_grad" in result["message"]
+            assert (
+                "clip_grad_norm_" in result["message"]
+                and "full_grad" in result["message"]
+            )
         expected = _with_torchs(None, at, None if result["message"] else name, at_step)
         assert apart(result["params"], expected["params"]) == {}
 
 
-# ---------------------------------------------------------------------- E13, E17: not finite on one rank
+# ----------------------------------------------------- E13, E17: not finite on one rank
 
 BAD = (math.inf, math.nan, -math.inf)
 """By the rank that has it."""
-RECIPES = {"fp32": (torch.float32, False), "bf16": (torch.bfloat16, False), "bf16, scaled": (torch.bfloat16, True)}
+RECIPES = {
+    "fp32": (torch.float32, False),
+    "bf16": (torch.bfloat16, False),
+    "bf16, scaled": (torch.bfloat16, True),
+}
 
 
-def _with_a_bad_gradient(stage: int, recipe: str, bad_rank: int | None) -> dict[str, Any]:
-    """Take three steps; in the second, one rank has one bad element. None: leave that step out."""
+def _with_a_bad_gradient(
+    stage: int, recipe: str, bad_rank: int | None
+) -> dict[str, Any]:
+    """Take three steps; in the second, one rank has one bad element. None: leave that
+    step out."""
     dtype, scaled = RECIPES[recipe]
     model = models.toy(blocks=1).to(dtype)
     optimizer = sharded(model, stage, lr=1e-2, buckets=zerokern.Buckets(bytes=2000))
@@ -311,9 +381,11 @@ def _with_a_bad_gradient(stage: int, recipe: str, bad_rank: int | None) -> dict[
         scaler.step(optimizer)
         scaler.update()
     return {
-        "all": everything(model, optimizer), "scale": scaler.get_scale(),
-        "skipped": int(optimizer.skipped_steps), "metric": optimizer.metrics()["skipped_steps"],
-    }  # fmt: skip
+        "all": everything(model, optimizer),
+        "scale": scaler.get_scale(),
+        "skipped": int(optimizer.skipped_steps),
+        "metric": optimizer.metrics()["skipped_steps"],
+    }
 
 
 @case
@@ -323,15 +395,21 @@ def bad_gradients(stage: int) -> dict[Any, Any]:
         left_out = _with_a_bad_gradient(stage, recipe, None)["all"]
         for bad_rank in range(world()):
             result = _with_a_bad_gradient(stage, recipe, bad_rank)
-            found[recipe, bad_rank] = {**result, "all": differing(result["all"], left_out)}
+            found[recipe, bad_rank] = {
+                **result,
+                "all": differing(result["all"], left_out),
+            }
     return found
 
 
 @at_worlds
 @in_stages
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_bad_gradient_on_any_rank_skips_the_step_on_all(recipe: str, stage: int, at: int) -> None:
-    """E13, E17, E18: every bit stays, step counters too; all ranks count it, and go on alike."""
+def test_a_bad_gradient_on_any_rank_skips_the_step_on_all(
+    recipe: str, stage: int, at: int
+) -> None:
+    """E13, E17, E18: every bit stays, step counters too; all ranks count it, and go on
+    alike."""
     scale = 0.5 if RECIPES[recipe][1] else 1.0
     for results in done(at)["bad_gradients", stage]:
         for bad_rank in range(at):
@@ -339,11 +417,12 @@ def test_a_bad_gradient_on_any_rank_skips_the_step_on_all(recipe: str, stage: in
             assert result == {"all": [], "skipped": 1, "metric": 1, "scale": scale}
 
 
-# ---------------------------------------------------------------------- E15: a loss scale that falls
+# --------------------------------------------------------- E15: a loss scale that falls
 
 
 def _overflows(stage: int, init_scale: float, number: int, good: int) -> dict[str, Any]:
-    """Overflow again and again on the last rank, then never; note the scale, and whether good steps are taken."""
+    """Overflow again and again on the last rank, then never; note the scale, and
+    whether good steps are taken."""
     model = nn.Linear(3, 2)
     optimizer = sharded(model, stage, lr=1e-2)
     scaler = GradScaler("cpu", init_scale=init_scale, growth_interval=2)
@@ -356,7 +435,11 @@ def _overflows(stage: int, init_scale: float, number: int, good: int) -> dict[st
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
-    return {"scales": scales, "skipped": int(optimizer.skipped_steps), "steps": state_of(model, optimizer)["bias/step"]}
+    return {
+        "scales": scales,
+        "skipped": int(optimizer.skipped_steps),
+        "steps": state_of(model, optimizer)["bias/step"],
+    }
 
 
 @pytest.mark.parametrize("at", (1, 2), ids="world{}".format)
@@ -365,7 +448,14 @@ def test_a_loss_scale_recovers_after_overflows(stage: int, at: int) -> None:
     """E15: 20 overflows, then growth after each interval."""
     for result in ranks.run(at, _overflows, stage, 2.0**16, 20, 6):
         assert result["scales"][19] == 2.0**-4
-        assert result["scales"][20:] == [2.0**-4, 2.0**-3, 2.0**-3, 2.0**-2, 2.0**-2, 2.0**-1]
+        assert result["scales"][20:] == [
+            2.0**-4,
+            2.0**-3,
+            2.0**-3,
+            2.0**-2,
+            2.0**-2,
+            2.0**-1,
+        ]
         assert (result["skipped"], result["steps"]) == (20, 6)
 
 
@@ -378,7 +468,7 @@ def test_a_loss_scale_has_a_floor(at: int) -> None:
         assert (result["skipped"], result["steps"]) == (60, 4)
 
 
-# ---------------------------------------------------------------------- E18: torch's scaler on sharded gradients
+# --------------------------------------------- E18: torch's scaler on sharded gradients
 
 
 @case
@@ -389,7 +479,9 @@ def torchs_scaler(stage: int) -> list[dict[str, Any]]:
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         before = everything(run.model, run.optimizer)
         run.optimizer.zero_grad()
-        run.backward(step, lambda r, step=step, scaler=scaler: scaler.scale(run.loss(step, r)))
+        run.backward(
+            step, lambda r, step=step, scaler=scaler: scaler.scale(run.loss(step, r))
+        )
         message = ""
         try:
             scaler.unscale_(run.optimizer)
@@ -402,43 +494,64 @@ def torchs_scaler(stage: int) -> list[dict[str, Any]]:
             script.optimizer.zero_grad()
             script.backward(10 + step)
             script.step()
-    found.append({"differing": differing(everything(run.model, run.optimizer), everything(twin.model, twin.optimizer))})
+    found.append(
+        {
+            "differing": differing(
+                everything(run.model, run.optimizer),
+                everything(twin.model, twin.optimizer),
+            )
+        }
+    )
     return found
 
 
 @pytest.mark.parametrize("at", (2, 3), ids="world{}".format)
 @in_stages
 def test_torchs_scaler_that_unscales_is_refused_by_name(stage: int, at: int) -> None:
-    """E18: it would look for infinities in one rank's part; training goes on as if it had not been tried."""
+    """E18: it would look for infinities in one rank's part; training goes on as if it
+    had not been tried."""
     for *tries, last in done(at)["torchs_scaler", stage]:
         for attempt in tries:
-            assert "zerokern.GradScaler" in attempt["message"] or "full_grad" in attempt["message"]
+            assert (
+                "zerokern.GradScaler" in attempt["message"]
+                or "full_grad" in attempt["message"]
+            )
             assert attempt["changed"] == []
         assert last["differing"] == []
 
 
-# ---------------------------------------------------------------------- F3, F4: accumulation in 16 bits
+# ------------------------------------------------------ F3, F4: accumulation in 16 bits
 
 SHAPES = ((5, 7), (), (64,), (3, 65), (1,), (129,))
 FORMATS = {
     "bf16 on the wire": Precision(),
     "fp32 on the wire": Precision(wire=torch.float32),
     "bf16 shards": Precision(gradients=torch.bfloat16),
-    "fp32 on the wire, bf16 shards": Precision(wire=torch.float32, gradients=torch.bfloat16),
+    "fp32 on the wire, bf16 shards": Precision(
+        wire=torch.float32, gradients=torch.bfloat16
+    ),
 }
 
 
 def _accumulated(stage: int, precision: Precision, no_sync: bool) -> dict[str, Tensor]:
-    """Three micro-batches a step, whose gradients are integers that bf16 adds up exactly."""
+    """Three micro-batches a step, whose gradients are integers that bf16 adds up
+    exactly."""
     torch.manual_seed(0)
     model = models.Weighted(SHAPES, torch.bfloat16)
-    optimizer = sharded(model, stage, lr=1e-2, precision=precision, buckets=zerokern.Buckets(bytes=300))
+    optimizer = sharded(
+        model, stage, lr=1e-2, precision=precision, buckets=zerokern.Buckets(bytes=300)
+    )
     for step in range(2):
         optimizer.zero_grad()
         for micro in range(3):
             with optimizer.no_sync() if no_sync and micro < 2 else nullcontext():
                 generator = torch.Generator().manual_seed(10 * step + micro)
-                model([torch.randint(-4, 5, s, generator=generator).float() for s in SHAPES]).backward()
+                model(
+                    [
+                        torch.randint(-4, 5, s, generator=generator).float()
+                        for s in SHAPES
+                    ]
+                ).backward()
         optimizer.step()
     return everything(model, optimizer)
 
@@ -453,40 +566,56 @@ def _accumulated_by_torch() -> dict[str, Tensor]:
         optimizer.zero_grad()
         for micro in range(3):
             generator = torch.Generator().manual_seed(10 * step + micro)
-            model([torch.randint(-4, 5, s, generator=generator).float() for s in SHAPES]).backward()
+            model(
+                [torch.randint(-4, 5, s, generator=generator).float() for s in SHAPES]
+            ).backward()
         optimizer.step()
     return {n: p.detach() for n, p in model.named_parameters()}
 
 
 @case
 def accumulated(stage: int) -> dict[Any, dict[str, Tensor]]:
-    return {(f, n): _accumulated(stage, FORMATS[f], n) for f in FORMATS for n in (False, True)}
+    return {
+        (f, n): _accumulated(stage, FORMATS[f], n)
+        for f in FORMATS
+        for n in (False, True)
+    }
 
 
 @at_worlds
 @in_stages
 @pytest.mark.parametrize("no_sync", (False, True), ids=["reduced each time", "no_sync"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_accumulation_in_every_format_is_the_sum(name: str, no_sync: bool, stage: int, at: int) -> None:
+def test_accumulation_in_every_format_is_the_sum(
+    name: str, no_sync: bool, stage: int, at: int
+) -> None:
     """F3: neither the last micro-batch only, nor a buffer of another dtype."""
     expected = _accumulated_by_torch()
     for results in done(at)["accumulated", stage]:
         result = results[name, no_sync]
         assert apart({n: result[f"{n}/master"] for n in expected}, expected, 1e-6) == {}
         assert (
-            differing({n: result[n] for n in expected}, {n: result[f"{n}/master"].bfloat16() for n in expected}) == []
+            differing(
+                {n: result[n] for n in expected},
+                {n: result[f"{n}/master"].bfloat16() for n in expected},
+            )
+            == []
         )
 
 
 MICROS = 256
 SMALL_BESIDE_LARGE = [(1, False), (2, False), (2, True), (3, False)]
-"""Stage and no_sync: with it, all stages add up in the bucket as stage 1 always does."""
+"""Stage and no_sync: with it, all stages add up in the bucket as stage 1 always
+does."""
 
 
 def _small_beside_large(stage: int, no_sync: bool) -> Tensor:
-    """Return the mean gradient over ranks and the sum over micro-batches, as the first moment has it."""
+    """Return the mean gradient over ranks and the sum over micro-batches, as the first
+    moment has it."""
     model = models.Weighted([(70,)], torch.bfloat16)
-    optimizer = sharded(model, stage, precision=Precision(wire=torch.float32), betas=(0.0, 0.0))
+    optimizer = sharded(
+        model, stage, precision=Precision(wire=torch.float32), betas=(0.0, 0.0)
+    )
     with optimizer.no_sync() if no_sync else nullcontext():
         for value in (1.0, *[1e-3] * MICROS):
             model([torch.full((70,), value)]).backward()
@@ -496,13 +625,18 @@ def _small_beside_large(stage: int, no_sync: bool) -> Tensor:
 
 @functools.cache
 def small_beside_large(at: int) -> ranks.Cases:
-    cases = {(s, n): functools.partial(_small_beside_large, s, n) for s, n in SMALL_BESIDE_LARGE}
+    cases = {
+        (s, n): functools.partial(_small_beside_large, s, n)
+        for s, n in SMALL_BESIDE_LARGE
+    }
     return ranks.run_cases(at, cases)
 
 
 @pytest.mark.parametrize("at", (1, 2), ids="world{}".format)
 @pytest.mark.parametrize(("stage", "no_sync"), SMALL_BESIDE_LARGE)
-def test_small_gradients_of_many_micro_batches_are_not_lost(stage: int, no_sync: bool, at: int) -> None:
+def test_small_gradients_of_many_micro_batches_are_not_lost(
+    stage: int, no_sync: bool, at: int
+) -> None:
     """F4: with fp32 on the wire, whether they add up in the bucket or in the shard."""
     small = float(torch.tensor(1e-3).bfloat16())  # what autograd hands over
     expected = torch.full((70,), 1.0 + MICROS * small)
@@ -510,7 +644,7 @@ def test_small_gradients_of_many_micro_batches_are_not_lost(stage: int, no_sync:
         assert distance(result, expected) < 1e-6
 
 
-# ---------------------------------------------------------------------- F10: reading gradients
+# --------------------------------------------------------------- F10: reading gradients
 
 Read = Callable[[Run], None]
 READING: dict[str, Callable[[Run, Read], None]] = {}
@@ -618,7 +752,10 @@ def unused_on_all_ranks(run: Run, read: Read) -> None:
 def unused_on_one_rank(run: Run, read: Read) -> None:
     for step in range(2):
         run.optimizer.zero_grad()
-        run.backward(step, lambda r, step=step: run.loss(step, r, use="left" if r == 0 else "both"))
+        run.backward(
+            step,
+            lambda r, step=step: run.loss(step, r, use="left" if r == 0 else "both"),
+        )
         read(run)
         run.step()
 
@@ -639,7 +776,10 @@ def set_by_hand(run: Run, read: Read) -> None:
     for step in range(2):
         run.optimizer.zero_grad()
         run.backward(step)
-        run.set_gradient("head.bias", lambda r, step=step: torch.full((models.VOCABULARY,), step + r + 1.0))
+        run.set_gradient(
+            "head.bias",
+            lambda r, step=step: torch.full((models.VOCABULARY,), step + r + 1.0),
+        )
         read(run)
         run.step()
 
@@ -658,7 +798,12 @@ def _read(name: str, stage: int | None, of: int) -> dict[str, Any]:
     def read(run: Run) -> None:
         params = {n: p for n, p in run.model.named_parameters() if n in WATCHED}
         if run.torch:
-            found.append({n: None if p.grad is None else p.grad.clone() for n, p in params.items()})
+            found.append(
+                {
+                    n: None if p.grad is None else p.grad.clone()
+                    for n, p in params.items()
+                }
+            )
             return
         found.append({n: run.optimizer.full_grad(p) for n, p in params.items()})
         shards.append({})
@@ -673,7 +818,12 @@ def _read(name: str, stage: int | None, of: int) -> dict[str, Any]:
         run.note_buffers()
 
     READING[name](run, read)
-    return {"found": found, "shards": shards, "params": whole(run.model, run.optimizer), "buffers": run.buffers}
+    return {
+        "found": found,
+        "shards": shards,
+        "params": whole(run.model, run.optimizer),
+        "buffers": run.buffers,
+    }
 
 
 @functools.cache
@@ -683,22 +833,34 @@ def _read_by_torch(name: str, of: int) -> dict[str, Any]:
 
 @functools.cache
 def read(at: int) -> ranks.Cases:
-    return ranks.run_cases(at, {(n, s): functools.partial(_read, n, s, at) for n in READING for s in STAGES})
+    return ranks.run_cases(
+        at,
+        {(n, s): functools.partial(_read, n, s, at) for n in READING for s in STAGES},
+    )
 
 
 @at_worlds
 @in_stages
 @pytest.mark.parametrize("name", READING)
 def test_a_whole_gradient_is_torchs(name: str, stage: int, at: int) -> None:
-    """F10: fp32, of the parameter's shape, averaged over ranks; None where no rank has one; training goes on alike."""
+    """F10: fp32, of the parameter's shape, averaged over ranks; None where no rank has
+    one; training goes on alike."""
     expected = _read_by_torch(name, at)
     for result in read(at)[name, stage]:
         assert len(result["found"]) == len(expected["found"]) > 0
         for ours, theirs in zip(result["found"], expected["found"], strict=True):
-            assert {n for n, g in ours.items() if g is None} == {n for n, g in theirs.items() if g is None}
+            assert {n for n, g in ours.items() if g is None} == {
+                n for n, g in theirs.items() if g is None
+            }
             assert {g.dtype for g in ours.values() if g is not None} <= {torch.float32}
-            assert apart({n: g for n, g in ours.items() if g is not None},
-                         {n: g for n, g in theirs.items() if g is not None}, 1e-5) == {}  # fmt: skip
+            assert (
+                apart(
+                    {n: g for n, g in ours.items() if g is not None},
+                    {n: g for n, g in theirs.items() if g is not None},
+                    1e-5,
+                )
+                == {}
+            )
         assert apart(result["params"], expected["params"]) == {}
         assert not any(result["buffers"])
 
@@ -707,7 +869,8 @@ def test_a_whole_gradient_is_torchs(name: str, stage: int, at: int) -> None:
 @in_stages
 @pytest.mark.parametrize("name", READING)
 def test_the_parts_of_a_gradient_are_the_whole(name: str, stage: int, at: int) -> None:
-    """F10: each rank has the elements that `range` says, and together they are all, to the bit."""
+    """F10: each rank has the elements that `range` says, and together they are all, to
+    the bit."""
     results = read(at)[name, stage]
     for index, grads in enumerate(results[0]["found"]):
         for n, grad in grads.items():
@@ -716,34 +879,56 @@ def test_the_parts_of_a_gradient_are_the_whole(name: str, stage: int, at: int) -
                 assert {part for _, part in parts} == {None}
                 continue
             held = [(start, part) for (start, end), part in parts if start < end]
-            assert [part.shape == (end - start,) for (start, end), part in parts] == [True] * at
-            assert torch.equal(torch.cat([part for _, part in sorted(held, key=lambda h: h[0])]), grad.flatten())
+            assert [part.shape == (end - start,) for (start, end), part in parts] == [
+                True
+            ] * at
+            assert torch.equal(
+                torch.cat([part for _, part in sorted(held, key=lambda h: h[0])]),
+                grad.flatten(),
+            )
 
 
 def _odd_gradients(stage: int) -> list[bool]:
     """Parameters of other memory orders, of one element and of none, in 16 bits."""
     torch.manual_seed(0)
-    values = [torch.randn(6, 7).T, torch.randn(3, 5, 7).permute(2, 0, 1), torch.randn(()), torch.zeros(0, 4)]
+    values = [
+        torch.randn(6, 7).T,
+        torch.randn(3, 5, 7).permute(2, 0, 1),
+        torch.randn(()),
+        torch.zeros(0, 4),
+    ]
     model = nn.Module()
-    model.units = nn.ModuleList([nn.ParameterList([nn.Parameter(v.bfloat16()) for v in values])])
+    model.units = nn.ModuleList(
+        [nn.ParameterList([nn.Parameter(v.bfloat16()) for v in values])]
+    )
     optimizer = sharded(model, stage)
     set_integer_gradients(model, 0)
-    ranges = [entry.get("range") for entry in quiet_state_dict(optimizer)["state"].values()]
+    ranges = [
+        entry.get("range") for entry in quiet_state_dict(optimizer)["state"].values()
+    ]
     found = []
     for index, (param, span) in enumerate(zip(model.parameters(), ranges, strict=True)):
-        expected = integer_gradient(param.shape, 0, index, 0, 1)  # the mean over the ranks
+        # The mean over the ranks.
+        expected = integer_gradient(param.shape, 0, index, 0, 1)
         grad, part = optimizer.full_grad(param), optimizer.local_grad(param)
-        in_memory = torch.empty_strided(param.shape, values[index].stride()).copy_(expected)
+        in_memory = torch.empty_strided(param.shape, values[index].stride()).copy_(
+            expected
+        )
         start, end = span or (0, param.numel())
         flat = in_memory.as_strided((param.numel(),), (1,))[start:end]
-        found.append(torch.equal(grad, expected) and grad.dtype == torch.float32 and torch.equal(part.float(), flat))
+        found.append(
+            torch.equal(grad, expected)
+            and grad.dtype == torch.float32
+            and torch.equal(part.float(), flat)
+        )
     return found
 
 
 @at_worlds
 @in_stages
 def test_gradients_of_odd_parameters_can_be_read(stage: int, at: int) -> None:
-    """F10, D19, D20, D23: the whole one has the parameter's indices, the part has the order of its memory."""
+    """F10, D19, D20, D23: the whole one has the parameter's indices, the part has the
+    order of its memory."""
     assert ranks.run(at, _odd_gradients, stage) == [[True] * 4] * at
 
 
@@ -754,11 +939,17 @@ def test_the_gradient_of_a_stranger_is_refused() -> None:
             method(nn.Parameter(torch.ones(3)))
 
 
-# ---------------------------------------------------------------------- F11: the number of micro-batches
+# ----------------------------------------------------- F11: the number of micro-batches
 
 ROWS = 8
 SPLITS = {"8x1": 8, "4x2": 4, "1x8": 1}
-SPLIT_CASES = [("8x1", False), ("8x1", True), ("4x2", False), ("4x2", True), ("1x8", False)]
+SPLIT_CASES = [
+    ("8x1", False),
+    ("8x1", True),
+    ("4x2", False),
+    ("4x2", True),
+    ("1x8", False),
+]
 
 
 def _split(stage: int | None, of: int, micros: int, no_sync: bool) -> dict[str, Tensor]:
@@ -769,8 +960,16 @@ def _split(stage: int | None, of: int, micros: int, no_sync: bool) -> dict[str, 
         tokens, targets = models.batch(step, size=ROWS * of)
         for micro in range(micros):
 
-            def loss(r: int, micro: int = micro, tokens: Tensor = tokens, targets: Tensor = targets) -> Tensor:
-                x, y = (models.share(models.share(t, r, of), micro, micros) for t in (tokens, targets))
+            def loss(
+                r: int,
+                micro: int = micro,
+                tokens: Tensor = tokens,
+                targets: Tensor = targets,
+            ) -> Tensor:
+                x, y = (
+                    models.share(models.share(t, r, of), micro, micros)
+                    for t in (tokens, targets)
+                )
                 return models.loss_of(run.model, x, y) / micros
 
             with run.no_sync() if no_sync and micro < micros - 1 else nullcontext():
@@ -792,13 +991,15 @@ def _on_whole_batches(of: int) -> dict[str, Tensor]:
 @at_worlds
 @in_stages
 @pytest.mark.parametrize(("name", "no_sync"), SPLIT_CASES)
-def test_the_number_of_micro_batches_changes_nothing(name: str, no_sync: bool, stage: int, at: int) -> None:
+def test_the_number_of_micro_batches_changes_nothing(
+    name: str, no_sync: bool, stage: int, at: int
+) -> None:
     """F11."""
     for results in done(at)["splits", stage]:
         assert apart(results[name, no_sync], _on_whole_batches(at)) == {}
 
 
-# ---------------------------------------------------------------------- F13: the first step
+# ------------------------------------------------------------------ F13: the first step
 
 
 def _materialised(how: str, run: Run) -> None:
@@ -815,7 +1016,13 @@ def _materialised(how: str, run: Run) -> None:
         get_optimizer_state_dict(run.model, run.optimizer)
 
 
-HOW = ("nothing", "state_dict", "full_state_dict", "step without gradients", "torch's distributed checkpoint")
+HOW = (
+    "nothing",
+    "state_dict",
+    "full_state_dict",
+    "step without gradients",
+    "torch's distributed checkpoint",
+)
 
 
 def _first_steps(stage: int | None, of: int, how: str) -> dict[str, Tensor]:
@@ -832,14 +1039,18 @@ def _first_steps(stage: int | None, of: int, how: str) -> dict[str, Tensor]:
 @case
 def first_steps(stage: int) -> dict[str, dict[str, Tensor]]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r".*state_dict\(\) holds this rank's shards only")
+        warnings.filterwarnings(
+            "ignore", message=r".*state_dict\(\) holds this rank's shards only"
+        )
         return {how: _first_steps(stage, world(), how) for how in HOW}
 
 
 @at_worlds
 @in_stages
 @pytest.mark.parametrize("how", HOW)
-def test_a_state_that_was_asked_for_leaves_the_first_step_the_first(how: str, stage: int, at: int) -> None:
+def test_a_state_that_was_asked_for_leaves_the_first_step_the_first(
+    how: str, stage: int, at: int
+) -> None:
     """F13: a counter that had moved would make it 1.34 times too small."""
     expected = _first_steps(None, at, "")
     for results in done(at)["first_steps", stage]:

@@ -1,4 +1,5 @@
-"""Overlap and the life of buffers: a slow, disorderly wire and poisoned memory change no bit; what overlaps does so."""
+"""Overlap and the life of buffers: a slow, disorderly wire and poisoned memory change
+no bit; what overlaps does so."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ TWO_PARAMETERS = zerokern.Buckets(bytes=2400)
 at_worlds = pytest.mark.parametrize("at", WORLDS, ids="world{}".format)
 in_stages = pytest.mark.parametrize("stage", STAGES, ids="stage{}".format)
 
-# ---------------------------------------------------------------------- any script on a bad wire
+# ------------------------------------------------------------- any script on a bad wire
 
 
 def twenty_norms(run: Run) -> None:
@@ -82,7 +83,8 @@ def evaluation_between_all(run: Run) -> None:
 
 
 def a_unit_is_gathered_in_vain(run: Run) -> None:
-    """A16: the unit that is expected next does not come, and its gather is still under way."""
+    """A16: the unit that is expected next does not come, and its gather is still under
+    way."""
     for step, order in enumerate(((0, 1), (0,), (0, 1), (), (1, 0), (1,))):
         run.optimizer.zero_grad()
         run.backward(step, order=order)
@@ -103,9 +105,13 @@ OWN: dict[str, Callable[[Run], None]] = {
 CHOSEN = ["number_of_backwards_changes", "checkpoint_reentrant_used_twice"]
 """Scripts of test_gradients that the default run takes; the others are marked slow."""
 LONGEST_MS = {"five_steps": 20.0}
-"""How late a collective may be; 3 ms where the script does not say: later than most of what is computed meanwhile."""
-BYTES = dict.fromkeys(("five_steps", "a_unit_is_gathered_in_vain"), TWO_PARAMETERS.bytes)
-"""Of a bucket; 5000 where the script does not say, which still makes more than may travel at a time."""
+"""How late a collective may be; 3 ms where the script does not say: later than most of
+what is computed meanwhile."""
+BYTES = dict.fromkeys(
+    ("five_steps", "a_unit_is_gathered_in_vain"), TWO_PARAMETERS.bytes
+)
+"""Of a bucket; 5000 where the script does not say, which still makes more than may
+travel at a time."""
 
 
 def play(
@@ -122,9 +128,18 @@ def play(
     """Run one script, with a seed on a bad wire."""
     function, given = (OWN[name], {}) if name in OWN else SCRIPTS[name]
     buckets = zerokern.Buckets(bytes=BYTES.get(name, 5000), **options)
-    bad = nullcontext() if seed is None else faults.hostile(seed, LONGEST_MS.get(name, 3.0))
+    bad = (
+        nullcontext()
+        if seed is None
+        else faults.hostile(seed, LONGEST_MS.get(name, 3.0))
+    )
     with bad as wire, faults.buckets_under_way(under_way):
-        run = Run(stage, at, build=lambda: models.forked().to(dtype), **{"buckets": buckets, **given})
+        run = Run(
+            stage,
+            at,
+            build=lambda: models.forked().to(dtype),
+            **{"buckets": buckets, **given},
+        )
         for bucket in run.optimizer._zero.gradients if as_on_a_gpu else []:
             bucket.pack_at_once = True
         function(run)
@@ -155,30 +170,58 @@ def _meaningful(name: str, stage: int, way: str) -> bool:
 
 IN_WORLD_3 = ("five_steps", "accumulation_of_three", "a_block_twice_in_a_row")
 RUNS = {
-    2: [(name, stage, way) for name in OWN for stage in STAGES for way in WAYS if _meaningful(name, stage, way)]
-    + [(name, stage, "as it is") for name in CHOSEN for stage in STAGES],
-    3: [(name, stage, "as it is") for name in OWN for stage in STAGES if name in IN_WORLD_3],
+    2: (
+        [
+            (name, stage, way)
+            for name in OWN
+            for stage in STAGES
+            for way in WAYS
+            if _meaningful(name, stage, way)
+        ]
+        + [(name, stage, "as it is") for name in CHOSEN for stage in STAGES]
+    ),
+    3: [
+        (name, stage, "as it is")
+        for name in OWN
+        for stage in STAGES
+        if name in IN_WORLD_3
+    ],
 }
 """By world."""
 MORE_RUNS = {
-    2: [(name, stage, "as it is") for name in SCRIPTS if name not in CHOSEN for stage in STAGES],
+    2: [
+        (name, stage, "as it is")
+        for name in SCRIPTS
+        if name not in CHOSEN
+        for stage in STAGES
+    ],
     3: [
         *(run for run in RUNS[2] if run not in RUNS[3] and run[0] in OWN),
-        *((name, stage, "as it is") for name in SCRIPTS if name not in CHOSEN for stage in STAGES),
+        *(
+            (name, stage, "as it is")
+            for name in SCRIPTS
+            if name not in CHOSEN
+            for stage in STAGES
+        ),
     ],
 }
-of_runs = pytest.mark.parametrize(("at", "name", "stage", "way"), [(at, *run) for at in RUNS for run in RUNS[at]])
+of_runs = pytest.mark.parametrize(
+    ("at", "name", "stage", "way"), [(at, *run) for at in RUNS for run in RUNS[at]]
+)
 
 
 def _good(name: str, stage: int, way: str) -> tuple[str, int, str, str]:
-    """Return what a run on a bad wire is compared with. When things happen must not matter, so ways have one answer."""
+    """Return what a run on a bad wire is compared with. When things happen must not
+    matter, so ways have one answer."""
     return name, stage, "bf16" if way == "bf16" else "as it is", "good"
 
 
 def _cases(runs: list[tuple[str, int, str]], at: int) -> dict[Any, Callable[[], Any]]:
     cases: dict[Any, Callable[[], Any]] = {}
     for number, (name, stage, way) in enumerate(runs):
-        cases[name, stage, way, "bad"] = functools.partial(play, name, stage, at, seed=number, **WAYS[way])
+        cases[name, stage, way, "bad"] = functools.partial(
+            play, name, stage, at, seed=number, **WAYS[way]
+        )
         good = _good(name, stage, way)
         cases[good] = functools.partial(play, name, stage, at, **WAYS[good[2]])
     return cases
@@ -203,31 +246,46 @@ def reference(name: str, ranks_played: int) -> dict[str, Any]:
 
 
 def _assert_same(cases: ranks.Cases, name: str, stage: int, way: str) -> None:
-    for ours, theirs in zip(cases[name, stage, way, "bad"], cases[_good(name, stage, way)], strict=True):
+    for ours, theirs in zip(
+        cases[name, stage, way, "bad"], cases[_good(name, stage, way)], strict=True
+    ):
         assert ours["carried"] > 0
         assert differing(ours["params"], theirs["params"]) == []
         assert differing(ours["state"], theirs["state"]) == []
         assert differing(ours["seen"], theirs["seen"]) == []
         assert not any(ours["buffers"])
         if way in ("as it is", "bf16"):
-            assert [call[:7] for call in ours["log"]] == [call[:7] for call in theirs["log"]]
+            assert [call[:7] for call in ours["log"]] == [
+                call[:7] for call in theirs["log"]
+            ]
 
 
 @of_runs
 def test_a_bad_wire_changes_no_bit(at: int, name: str, stage: int, way: str) -> None:
-    """A1, A2, A12, A16: no buffer is read before its data are there, nor reused or given back under way."""
+    """A1, A2, A12, A16: no buffer is read before its data are there, nor reused or
+    given back under way."""
     _assert_same(played(at), name, stage, way)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("at", "name", "stage", "way"), [(at, *run) for at in MORE_RUNS for run in MORE_RUNS[at]])
-def test_a_bad_wire_changes_no_bit_of_any_script(at: int, name: str, stage: int, way: str) -> None:
+@pytest.mark.parametrize(
+    ("at", "name", "stage", "way"),
+    [(at, *run) for at in MORE_RUNS for run in MORE_RUNS[at]],
+)
+def test_a_bad_wire_changes_no_bit_of_any_script(
+    at: int, name: str, stage: int, way: str
+) -> None:
     _assert_same(all_played(at), name, stage, way)
 
 
 @pytest.mark.parametrize(
     ("at", "name", "stage", "way"),
-    [(at, *run) for at in RUNS for run in RUNS[at] if run[0] in OWN and run[2] != "bf16"],
+    [
+        (at, *run)
+        for at in RUNS
+        for run in RUNS[at]
+        if run[0] in OWN and run[2] != "bf16"
+    ],
 )
 def test_a_bad_wire_trains_like_torch(at: int, name: str, stage: int, way: str) -> None:
     """A14, A16: also the losses that an evaluation between two steps sees."""
@@ -249,11 +307,15 @@ def test_every_norm_is_that_of_the_reference(stage: int) -> None:
 
 
 @of_runs
-def test_ranks_issue_the_same_collectives_on_a_bad_wire(at: int, name: str, stage: int, way: str) -> None:
-    assert faults.same_on_all_ranks([result["log"] for result in played(at)[name, stage, way, "bad"]])
+def test_ranks_issue_the_same_collectives_on_a_bad_wire(
+    at: int, name: str, stage: int, way: str
+) -> None:
+    assert faults.same_on_all_ranks(
+        [result["log"] for result in played(at)[name, stage, way, "bad"]]
+    )
 
 
-# ---------------------------------------------------------------------- the harness sees faults
+# -------------------------------------------------------------- the harness sees faults
 
 
 def _reduce_before_the_wait() -> None:
@@ -297,9 +359,18 @@ def _never_wait() -> None:
 
 SEEN: dict[str, tuple[Callable[[], None], str | None]] = {
     "output read early": (_reduce_before_the_wait, None),
-    "input written before it was sent": (functools.partial(_write_under_way, False), "written to under way"),
-    "input written after it was sent": (functools.partial(_write_under_way, True), "written to under way"),
-    "buffer given back": (_give_back_under_way, "given back while reduce_scatter of 'x' used it"),
+    "input written before it was sent": (
+        functools.partial(_write_under_way, False),
+        "written to under way",
+    ),
+    "input written after it was sent": (
+        functools.partial(_write_under_way, True),
+        "written to under way",
+    ),
+    "buffer given back": (
+        _give_back_under_way,
+        "given back while reduce_scatter of 'x' used it",
+    ),
     "never waited for": (_never_wait, "never waited for"),
 }
 
@@ -317,14 +388,19 @@ def test_the_harness_sees_faults(fault: str) -> None:
     """A12: each wrong use of a buffer under way is an error on the bad wire."""
     expected = SEEN[fault][1]
     for message in small()["seen", fault]:
-        assert (message is None) if expected is None else (message is not None and expected in message)
+        assert (
+            (message is None)
+            if expected is None
+            else (message is not None and expected in message)
+        )
 
 
 # ---------------------------------------------------------------------- handles (A8)
 
 
 def _eight_at_a_time(rounds: int, lag_ms: float | None) -> int:
-    """Return in how many rounds a gather was not complete when its own handle had been waited on."""
+    """Return in how many rounds a gather was not complete when its own handle had been
+    waited on."""
     comm = Comm(None)
     sizes = [3, 1, 1000, 64, 7, 20_000, 5, 300]
     wrong = 0
@@ -332,13 +408,26 @@ def _eight_at_a_time(rounds: int, lag_ms: float | None) -> int:
         for index in range(rounds):
             buffers = [torch.full((comm.world * size,), float("nan")) for size in sizes]
             for number, buffer in enumerate(buffers):
-                buffer.view(comm.world, -1)[comm.rank] = 100 * index + 10 * number + comm.rank
-            works = [comm.all_gather(buffer, f"unit {number}") for number, buffer in enumerate(buffers)]
-            order = list(range(8)) if index % 3 == 0 else [3, 1, 7, 0, 2, 6, 5, 4] if index % 3 == 1 else [7]
+                buffer.view(comm.world, -1)[comm.rank] = (
+                    100 * index + 10 * number + comm.rank
+                )
+            works = [
+                comm.all_gather(buffer, f"unit {number}")
+                for number, buffer in enumerate(buffers)
+            ]
+            order = (
+                list(range(8))
+                if index % 3 == 0
+                else [3, 1, 7, 0, 2, 6, 5, 4]
+                if index % 3 == 1
+                else [7]
+            )
             for number in order:
                 works[number].wait()
                 expected = 100 * index + 10 * number + torch.arange(comm.world).float()
-                wrong += not torch.equal(buffers[number], expected.repeat_interleave(sizes[number]))
+                wrong += not torch.equal(
+                    buffers[number], expected.repeat_interleave(sizes[number])
+                )
             for number in set(range(8)) - set(order):
                 works[number].wait()
     return wrong
@@ -347,14 +436,25 @@ def _eight_at_a_time(rounds: int, lag_ms: float | None) -> int:
 def test_a_handle_waits_for_all_of_its_own_collective() -> None:
     """A8: gloo finishes messages out of order."""
     rounds = {"good": (200, None), "bad": (20, 3.0)}
-    done = ranks.run_cases(3, {name: functools.partial(_eight_at_a_time, *given) for name, given in rounds.items()})
+    done = ranks.run_cases(
+        3,
+        {
+            name: functools.partial(_eight_at_a_time, *given)
+            for name, given in rounds.items()
+        },
+    )
     assert [done["good"], done["bad"]] == [[0, 0, 0], [0, 0, 0]]
 
 
-# ---------------------------------------------------------------------- bucket sizes (A7, J6)
+# ---------------------------------------------------------------- bucket sizes (A7, J6)
 
 SIZES = {"one parameter": 1, "1 KiB": 2**10, "64 KiB": 2**16, "whole model": 2**30}
-SIZE_CASES = [*((1, size) for size in SIZES), (2, "one parameter"), (2, "1 KiB"), (3, "one parameter")]
+SIZE_CASES = [
+    *((1, size) for size in SIZES),
+    (2, "one parameter"),
+    (2, "1 KiB"),
+    (3, "one parameter"),
+]
 
 
 def _of_size(stage: int, size: str) -> dict[str, Any]:
@@ -366,13 +466,19 @@ def _of_size(stage: int, size: str) -> dict[str, Any]:
         run.backward(step)
         norms.append(run.optimizer.clip_grad_norm_(1e9).clone())
         run.step()
-    return {**run.result(), "norms": torch.stack(norms), "buckets": len(run.optimizer._zero.gradients)}
+    return {
+        **run.result(),
+        "norms": torch.stack(norms),
+        "buckets": len(run.optimizer._zero.gradients),
+    }
 
 
 @functools.cache
 def of_sizes(at: int) -> ranks.Cases:
     """Train with buckets of every size."""
-    return ranks.run_cases(at, {case: functools.partial(_of_size, *case) for case in SIZE_CASES})
+    return ranks.run_cases(
+        at, {case: functools.partial(_of_size, *case) for case in SIZE_CASES}
+    )
 
 
 @pytest.mark.parametrize("at", (2, 3, 4), ids="world{}".format)
@@ -392,7 +498,7 @@ def test_bucket_sizes_differ() -> None:
     assert (len(set(counts)), counts[-1]) == (4, 1)
 
 
-# ---------------------------------------------------------------------- who makes a gradient, and when (A4, A11)
+# --------------------------------------------- who makes a gradient, and when (A4, A11)
 
 
 class LateTwin(torch.autograd.Function):
@@ -406,7 +512,10 @@ class LateTwin(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, scale = ctx.saved_tensors
-        for_x, for_scale = torch.full_like(x, torch.nan), torch.full_like(scale, torch.nan)
+        for_x, for_scale = (
+            torch.full_like(x, torch.nan),
+            torch.full_like(scale, torch.nan),
+        )
 
         def fill() -> None:
             with torch.no_grad():
@@ -425,7 +534,11 @@ class Scaled(nn.Module):
 
     def __init__(self, late: bool) -> None:
         super().__init__()
-        self.linear, self.scale, self.late = nn.Linear(6, 6), nn.Parameter(torch.full((6,), 0.7)), late
+        self.linear, self.scale, self.late = (
+            nn.Linear(6, 6),
+            nn.Parameter(torch.full((6,), 0.7)),
+            late,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
@@ -446,14 +559,23 @@ class Stack(nn.Module):
 
 
 def _produced(stage: int, late: bool, thread: bool) -> dict[str, Tensor]:
-    """Train; gradients come late from a thread, and backward itself runs in one that was just started."""
+    """Train; gradients come late from a thread, and backward itself runs in one that
+    was just started."""
     with faults.hostile(stage, 5.0):
         torch.manual_seed(0)
         model = Stack(late)
         optimizer = sharded(model, stage, lr=1e-2, buckets=zerokern.Buckets(bytes=64))
         for step in range(3):
             optimizer.zero_grad()
-            loss = model(torch.randn(4, 6, generator=torch.Generator().manual_seed(7 * step + rank()))).square().sum()
+            loss = (
+                model(
+                    torch.randn(
+                        4, 6, generator=torch.Generator().manual_seed(7 * step + rank())
+                    )
+                )
+                .square()
+                .sum()
+            )
             if thread:
                 backward = threading.Thread(target=loss.backward)
                 backward.start()
@@ -464,22 +586,38 @@ def _produced(stage: int, late: bool, thread: bool) -> dict[str, Tensor]:
         return whole(model, optimizer)
 
 
-PRODUCERS = {"plain": (False, False), "late": (True, False), "another thread": (False, True), "both": (True, True)}
+PRODUCERS = {
+    "plain": (False, False),
+    "late": (True, False),
+    "another thread": (False, True),
+    "both": (True, True),
+}
 
 
 @in_stages
 @pytest.mark.parametrize("producer", [name for name in PRODUCERS if name != "plain"])
-def test_a_reduction_waits_for_who_makes_the_gradient(stage: int, producer: str) -> None:
+def test_a_reduction_waits_for_who_makes_the_gradient(
+    stage: int, producer: str
+) -> None:
     """A4."""
-    for ours, plain in zip(small()["produced", producer, stage], small()["produced", "plain", stage], strict=True):
+    for ours, plain in zip(
+        small()["produced", producer, stage],
+        small()["produced", "plain", stage],
+        strict=True,
+    ):
         assert differing(ours, plain) == []
 
 
-HOOKS = ("before the optimizer", "after the optimizer", "accumulated, before the optimizer")
+HOOKS = (
+    "before the optimizer",
+    "after the optimizer",
+    "accumulated, before the optimizer",
+)
 
 
 def _sent(stage: int, when: str | None) -> list[tuple[Tensor, list[Tensor]]]:
-    """Return what was sent of each bucket, and the chunks of it. The hook halves every gradient, by a late number."""
+    """Return what was sent of each bucket, and the chunks of it. The hook halves every
+    gradient, by a late number."""
 
     def half() -> Tensor:
         time.sleep(0.001)
@@ -515,14 +653,16 @@ def _sent(stage: int, when: str | None) -> list[tuple[Tensor, list[Tensor]]]:
 @pytest.mark.parametrize("hook", HOOKS)
 def test_what_is_sent_has_passed_the_users_hooks(stage: int, hook: str) -> None:
     """A11."""
-    for scaled, plain in zip(small()["sent", hook, stage], small()["sent", None, stage], strict=True):
+    for scaled, plain in zip(
+        small()["sent", hook, stage], small()["sent", None, stage], strict=True
+    ):
         assert [unit for unit, _ in scaled] == [unit for unit, _ in plain] != []
         for (_, ours), (_, theirs) in zip(scaled, plain, strict=True):
             assert theirs.any()
             assert torch.equal(ours, 0.5 * theirs)
 
 
-# ---------------------------------------------------------------------- overlap is there (A6, A17)
+# ----------------------------------------------------------- overlap is there (A6, A17)
 
 BLOCKS = 4
 BLOCK_BYTES = 4 * (2 * 17 * 33 + 33 + 17 + 34)
@@ -555,7 +695,9 @@ def _events(stage: int, overlap: bool) -> dict[str, Any]:
     """Return what happened in the third iteration, in order."""
     with faults.hostile(stage, 5.0):
         model = models.toy(blocks=BLOCKS)
-        optimizer = sharded(model, stage, buckets=zerokern.Buckets(bytes=BLOCK_BYTES, overlap=overlap))
+        optimizer = sharded(
+            model, stage, buckets=zerokern.Buckets(bytes=BLOCK_BYTES, overlap=overlap)
+        )
         blocks = {f"blocks.{i}": block for i, block in enumerate(model.blocks)}
         for step in range(3):
             optimizer.zero_grad()
@@ -563,9 +705,16 @@ def _events(stage: int, overlap: bool) -> dict[str, Any]:
             with faults.recorded(optimizer, blocks) as events:
                 models.loss_of(model, *models.batch(step)).backward()
                 optimizer.step()
-        place = {id(p): i for i, block in enumerate(model.blocks) for p in block.parameters()}
-        place |= {id(p): BLOCKS for p in model.head.parameters()} | {id(model.embedding.weight): -1}
-        ends_in = {b.exchange.name: min(place[id(p)] for p in b.params) for b in optimizer._zero.gradients}
+        place = {
+            id(p): i for i, block in enumerate(model.blocks) for p in block.parameters()
+        }
+        place |= {id(p): BLOCKS for p in model.head.parameters()} | {
+            id(model.embedding.weight): -1
+        }
+        ends_in = {
+            b.exchange.name: min(place[id(p)] for p in b.params)
+            for b in optimizer._zero.gradients
+        }
         faults.assert_at_rest(optimizer)
         return {"events": events, "ends_in": ends_in, "log": optimizer.comm_log()}
 
@@ -592,7 +741,9 @@ def _timed(stage: int, seconds: float) -> tuple[float, float]:
 def happened(at: int) -> ranks.Cases:
     """Record every stage with and without overlap."""
     cases: dict[Any, Callable[[], Any]] = {
-        (s, overlap): functools.partial(_events, s, overlap) for s in STAGES for overlap in (True, False)
+        (s, overlap): functools.partial(_events, s, overlap)
+        for s in STAGES
+        for overlap in (True, False)
     }
     if at == 2:
         cases |= {("timed", s): functools.partial(_timed, s, 0.03) for s in STAGES}
@@ -609,14 +760,23 @@ def _order(result: dict[str, Any]) -> dict[str, list[int]]:
 
 @at_worlds
 @in_stages
-def test_a_reduction_is_on_its_way_while_the_next_block_computes(at: int, stage: int) -> None:
+def test_a_reduction_is_on_its_way_while_the_next_block_computes(
+    at: int, stage: int
+) -> None:
     """A17: issued before the next backward has run, and not waited for before that."""
     for result in happened(at)[stage, True]:
         order = _order(result)
-        early = {bucket: block for bucket, block in result["ends_in"].items() if 1 <= block < BLOCKS}
+        early = {
+            bucket: block
+            for bucket, block in result["ends_in"].items()
+            if 1 <= block < BLOCKS
+        }
         assert len(early) >= BLOCKS - 2
         for bucket, block in early.items():
-            next_begins, next_ends = (order[f"{verb} backward blocks.{block - 1}"][0] for verb in ("begin", "end"))
+            next_begins, next_ends = (
+                order[f"{verb} backward blocks.{block - 1}"][0]
+                for verb in ("begin", "end")
+            )
             assert order[f"issue reduce_scatter of {bucket!r}"][0] < next_ends
             assert order[f"wait reduce_scatter of {bucket!r}"][0] > next_begins
 
@@ -628,7 +788,14 @@ def test_without_overlap_reductions_come_after_backward(at: int, stage: int) -> 
     for result in happened(at)[stage, False]:
         order = _order(result)
         last = max(order[f"end backward blocks.{block}"][0] for block in range(BLOCKS))
-        assert min(places[0] for event, places in order.items() if event.startswith("issue reduce")) > last
+        assert (
+            min(
+                places[0]
+                for event, places in order.items()
+                if event.startswith("issue reduce")
+            )
+            > last
+        )
 
 
 @at_worlds
@@ -637,10 +804,16 @@ def test_a_gather_is_on_its_way_while_the_unit_before_it_computes(at: int) -> No
     for result in happened(at)[3, True]:
         order = _order(result)
         for block in range(1, BLOCKS):
-            issue, wait = (order[f"{verb} all_gather of 'blocks.{block}'"][0] for verb in ("issue", "wait"))
+            issue, wait = (
+                order[f"{verb} all_gather of 'blocks.{block}'"][0]
+                for verb in ("issue", "wait")
+            )
             assert issue < order[f"end forward blocks.{block - 1}"][0] < wait
             before = BLOCKS - 1 - block
-            issue, wait = (order[f"{verb} all_gather of 'blocks.{before}'"][1] for verb in ("issue", "wait"))
+            issue, wait = (
+                order[f"{verb} all_gather of 'blocks.{before}'"][1]
+                for verb in ("issue", "wait")
+            )
             assert issue < order[f"end backward blocks.{before + 1}"][0]
             assert wait > order[f"begin backward blocks.{before + 1}"][0]
             assert len(order[f"issue all_gather of 'blocks.{block}'"]) == 2
@@ -651,18 +824,33 @@ def test_without_overlap_a_unit_is_gathered_when_it_is_needed(at: int) -> None:
     for result in happened(at)[3, False]:
         order = _order(result)
         for block in range(1, BLOCKS):
-            assert order[f"issue all_gather of 'blocks.{block}'"][0] > order[f"end forward blocks.{block - 1}"][0]
+            assert (
+                order[f"issue all_gather of 'blocks.{block}'"][0]
+                > order[f"end forward blocks.{block - 1}"][0]
+            )
 
 
 @at_worlds
 @pytest.mark.parametrize("stage", (1, 2), ids="stage{}".format)
-def test_a_bucket_is_updated_while_the_one_before_it_is_gathered(at: int, stage: int) -> None:
+def test_a_bucket_is_updated_while_the_one_before_it_is_gathered(
+    at: int, stage: int
+) -> None:
     """A17: no gather of a step is waited for before the last update."""
     for result in happened(at)[stage, True]:
         order = _order(result)
-        updates = sorted(places[0] for event, places in order.items() if event.startswith("update"))
-        issues = sorted(places[0] for event, places in order.items() if event.startswith("issue all_gather of 'bucket"))
-        waits = sorted(places[0] for event, places in order.items() if event.startswith("wait all_gather of 'bucket"))
+        updates = sorted(
+            places[0] for event, places in order.items() if event.startswith("update")
+        )
+        issues = sorted(
+            places[0]
+            for event, places in order.items()
+            if event.startswith("issue all_gather of 'bucket")
+        )
+        waits = sorted(
+            places[0]
+            for event, places in order.items()
+            if event.startswith("wait all_gather of 'bucket")
+        )
         assert len(updates) == len(issues) == len(waits) > BLOCKS
         for update, issue, following in zip(updates, issues, updates[1:], strict=False):
             assert update < issue < following
@@ -681,20 +869,39 @@ def test_an_iteration_takes_less_than_its_parts(stage: int) -> None:
 @in_stages
 def test_overlap_changes_no_volume(at: int, stage: int) -> None:
     """A6: the same collectives, if in another order."""
-    for on, off in zip(happened(at)[stage, True], happened(at)[stage, False], strict=True):
-        assert Counter(call[:6] for call in on["log"]) == Counter(call[:6] for call in off["log"])
+    for on, off in zip(
+        happened(at)[stage, True], happened(at)[stage, False], strict=True
+    ):
+        assert Counter(call[:6] for call in on["log"]) == Counter(
+            call[:6] for call in off["log"]
+        )
 
 
-# ---------------------------------------------------------------------- traps of back ends (J)
+# --------------------------------------------------------------- traps of back ends (J)
 
 FORBIDDEN = [
-    *("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "_reduce_scatter_base", "all_gather"),
-    *("all_gather_into_tensor", "_all_gather_base", "all_to_all_single", "all_to_all", "all_reduce_coalesced"),
+    *(
+        "all_reduce",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+        "_reduce_scatter_base",
+        "all_gather",
+    ),
+    *(
+        "all_gather_into_tensor",
+        "_all_gather_base",
+        "all_to_all_single",
+        "all_to_all",
+        "all_reduce_coalesced",
+    ),
     *("all_gather_coalesced", "_coalescing_manager", "barrier"),
 ]
 
 
-def _train(stage: int, *, buckets: zerokern.Buckets = TWO_PARAMETERS, **options: Any) -> tuple[nn.Module, Any]:
+def _train(
+    stage: int, *, buckets: zerokern.Buckets = TWO_PARAMETERS, **options: Any
+) -> tuple[nn.Module, Any]:
     model = models.forked()
     optimizer = sharded(model, stage, buckets=buckets, lr=1e-2, **options)
     for step in range(3):
@@ -707,14 +914,17 @@ def _train(stage: int, *, buckets: zerokern.Buckets = TWO_PARAMETERS, **options:
 
 
 def _without_traps(stage: int) -> tuple[float, list[str]]:
-    """Train with every trap armed; return the sum of ones over all ranks, and the warnings."""
+    """Train with every trap armed; return the sum of ones over all ranks, and the
+    warnings."""
 
     def trap(*_: Any, **__: Any) -> None:
         raise AssertionError("the back end's own reduction or coalescing was used")
 
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        with mock.patch.multiple(dist, **{name: trap for name in FORBIDDEN if hasattr(dist, name)}):
+        with mock.patch.multiple(
+            dist, **{name: trap for name in FORBIDDEN if hasattr(dist, name)}
+        ):
             _, optimizer = _train(stage)
             optimizer.full_state_dict()
     ones = torch.ones(1)
@@ -729,15 +939,22 @@ def small() -> ranks.Cases:
         ("seen", name): functools.partial(_message, f) for name, (f, _) in SEEN.items()
     }
     for stage in STAGES:
-        cases |= {("produced", n, stage): functools.partial(_produced, stage, *given) for n, given in PRODUCERS.items()}
-        cases |= {("sent", hook, stage): functools.partial(_sent, stage, hook) for hook in (None, *HOOKS)}
+        cases |= {
+            ("produced", n, stage): functools.partial(_produced, stage, *given)
+            for n, given in PRODUCERS.items()
+        }
+        cases |= {
+            ("sent", hook, stage): functools.partial(_sent, stage, hook)
+            for hook in (None, *HOOKS)
+        }
         cases["trapped", stage] = functools.partial(_without_traps, stage)
     return ranks.run_cases(2, cases)
 
 
 @in_stages
 def test_no_trap_of_gloo_is_stepped_into(stage: int) -> None:
-    """J1, J2, J5: no coalescing, no reduction by the back end; the group works on afterwards."""
+    """J1, J2, J5: no coalescing, no reduction by the back end; the group works on
+    afterwards."""
     assert [ones for ones, _ in small()["trapped", stage]] == [2.0] * 2
 
 
@@ -750,7 +967,11 @@ def test_nothing_is_deprecated(stage: int) -> None:
 def _alone(stage: int) -> dict[str, Any]:
     model, optimizer = _train(stage)
     peak = optimizer._zero.scratch.peak_bytes
-    return {"params": whole(model, optimizer), "log": optimizer.comm_log(), "peak": peak}
+    return {
+        "params": whole(model, optimizer),
+        "log": optimizer.comm_log(),
+        "peak": peak,
+    }
 
 
 @in_stages

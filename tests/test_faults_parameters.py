@@ -1,4 +1,5 @@
-"""Faults that users of sharded training have met with parameters: gathered, edited, tied, frozen, grouped, odd."""
+"""Faults that users of sharded training have met with parameters: gathered, edited,
+tied, frozen, grouped, odd."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import models
 import pytest
 import ranks
 import torch
-import torch._dynamo  # which an optimizer imports in any case: here, it is done before ranks are forked
+import torch._dynamo  # an optimizer imports it: here, before ranks are forked
 import torch.distributed as dist
 from oracle import (
     STAGES,
@@ -51,7 +52,9 @@ def case(function: Callable[[int], Any]) -> Callable[[int], Any]:
 @functools.cache
 def done(at: int) -> ranks.Cases:
     """Run all cases in all stages on one group of ranks."""
-    return ranks.run_cases(at, {(n, s): functools.partial(f, s) for n, f in CASES.items() for s in STAGES})
+    return ranks.run_cases(
+        at, {(n, s): functools.partial(f, s) for n, f in CASES.items() for s in STAGES}
+    )
 
 
 def everything(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
@@ -67,12 +70,15 @@ def step_by_hand(model: nn.Module, optimizer: Any, step: int) -> None:
 
 
 def train_shares(model: nn.Module, optimizer: Any, steps: range, of: int) -> None:
-    """Train on this rank's share of each batch; with torch's optimizer, on the shares of `of` ranks in turn."""
+    """Train on this rank's share of each batch; with torch's optimizer, on the shares
+    of `of` ranks in turn."""
     ours = isinstance(optimizer, zerokern.AdamW)
     for step in steps:
         optimizer.zero_grad()
         for r in [rank()] if ours else range(of):
-            loss = models.loss_of(model, *(models.share(t, r, of) for t in models.batch(step)))
+            loss = models.loss_of(
+                model, *(models.share(t, r, of) for t in models.batch(step))
+            )
             (loss if ours else loss / of).backward()
         optimizer.step()
 
@@ -80,16 +86,21 @@ def train_shares(model: nn.Module, optimizer: Any, steps: range, of: int) -> Non
 @contextmanager
 def gathered(optimizer: Any) -> Iterator[None]:
     """Have the parameters whole, of torch's optimizer too."""
-    with optimizer.full_params() if hasattr(optimizer, "full_params") else nullcontext():
+    with (
+        optimizer.full_params() if hasattr(optimizer, "full_params") else nullcontext()
+    ):
         yield
 
 
-# ---------------------------------------------------------------------- C: gathered, and given back
+# ---------------------------------------------------------- C: gathered, and given back
 
 
 def gathered_bytes(optimizer: Any) -> int:
-    """Return the bytes of the buffers that hold whole parameters, counted from their storages and not on a ledger."""
-    return sum(bucket.full.untyped_storage().nbytes() for bucket in optimizer._zero.parameters)
+    """Return the bytes of the buffers that hold whole parameters, counted from their
+    storages and not on a ledger."""
+    return sum(
+        bucket.full.untyped_storage().nbytes() for bucket in optimizer._zero.parameters
+    )
 
 
 @case
@@ -170,7 +181,7 @@ def test_inference_mode_leaves_training_as_it_was(stage: int, at: int) -> None:
         assert apart(result, expected) == {}
 
 
-# ---------------------------------------------------------------------- C3: ranks that do not gather alike
+# --------------------------------------------------- C3: ranks that do not gather alike
 
 
 def _one_rank_gathers(stage: int) -> tuple[int, list[str]]:
@@ -213,18 +224,27 @@ def _error_of(mismatch: Callable[[nn.Module, Any], None]) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("mismatch", [_skips_the_gather, _gathers_once_more], ids=lambda f: f.__name__.strip("_"))
-def test_ranks_that_do_not_gather_alike_are_told_so(mismatch: Callable[[nn.Module, Any], None]) -> None:
-    """C3: not a hang, and no rank takes another buffer for the one that it waits for."""
+@pytest.mark.parametrize(
+    "mismatch",
+    [_skips_the_gather, _gathers_once_more],
+    ids=lambda f: f.__name__.strip("_"),
+)
+def test_ranks_that_do_not_gather_alike_are_told_so(
+    mismatch: Callable[[nn.Module, Any], None],
+) -> None:
+    """C3: not a hang, and no rank takes another buffer for the one that it waits
+    for."""
     for message in ranks.run(2, _error_of, mismatch):
         assert "did not complete: another rank never took part in it" in message
         assert "all_gather of" in message or "reduce_scatter of" in message
 
 
-# ---------------------------------------------------------------------- C4: the body of full_params raises
+# --------------------------------------------------- C4: the body of full_params raises
 
 
-def _failing_body(stage: int, failing: Callable[[int], bool], *, enter: bool = True) -> dict[str, Any]:
+def _failing_body(
+    stage: int, failing: Callable[[int], bool], *, enter: bool = True
+) -> dict[str, Any]:
     model = models.toy().bfloat16()
     optimizer = sharded(model, stage, lr=1e-2)
     step_by_hand(model, optimizer, 0)
@@ -242,9 +262,11 @@ def _failing_body(stage: int, failing: Callable[[int], bool], *, enter: bool = T
     after = everything(model, optimizer)
     step_by_hand(model, optimizer, 1)
     return {
-        "error": f"{type(error).__name__}: {error}", "changed": differing(after, before),
-        "scratch": optimizer.memory().buffers, "next": everything(model, optimizer),
-    }  # fmt: skip
+        "error": f"{type(error).__name__}: {error}",
+        "changed": differing(after, before),
+        "scratch": optimizer.memory().buffers,
+        "next": everything(model, optimizer),
+    }
 
 
 FAILING: dict[str, Callable[[int], bool]] = {
@@ -252,7 +274,12 @@ FAILING: dict[str, Callable[[int], bool]] = {
     "rank 0": lambda r: r == 0,
     "the last rank": lambda r: r == world() - 1,
 }
-EDITED = ["blocks.1.up.weight", "blocks.1.up.weight/master", "head.bias", "head.bias/master"]
+EDITED = [
+    "blocks.1.up.weight",
+    "blocks.1.up.weight/master",
+    "head.bias",
+    "head.bias/master",
+]
 
 
 @case
@@ -274,19 +301,28 @@ def edited_without_a_failure(stage: int) -> dict[str, Any]:
 @in_stages
 @pytest.mark.parametrize("who", FAILING)
 def test_a_body_of_full_params_that_raises(who: str, stage: int, at: int) -> None:
-    """C4: the exception comes through; parameters are what they were on every rank, also where the body went well.
+    """C4: the exception comes through; parameters are what they were on every rank,
+    also where the body went well.
 
-    Stages 1 and 2 gather nothing: the user's code has edited the model itself, and the edits stand on every rank.
+    Stages 1 and 2 gather nothing: the user's code has edited the model itself, and the
+    edits stand on every rank.
     """
     sharded_parameters = stage == 3 and at > 1
     twin = "never_entered" if sharded_parameters else "edited_without_a_failure"
-    for r, (results, expected) in enumerate(zip(done(at)["failing_bodies", stage], done(at)[twin, stage], strict=True)):
+    for r, (results, expected) in enumerate(
+        zip(done(at)["failing_bodies", stage], done(at)[twin, stage], strict=True)
+    ):
         result = results[who]
-        raised = {"all ranks": True, "rank 0": r == 0, "the last rank": r == at - 1}[who]
+        raised = {"all ranks": True, "rank 0": r == 0, "the last rank": r == at - 1}[
+            who
+        ]
         if raised:
             assert result["error"] == "KeyError: 'by the user'"
         elif sharded_parameters:
-            assert result["error"].startswith("RuntimeError") and "full_params" in result["error"]
+            assert (
+                result["error"].startswith("RuntimeError")
+                and "full_params" in result["error"]
+            )
         assert result["changed"] == ([] if sharded_parameters else EDITED)
         assert result["scratch"] == 0
         assert differing(result["next"], expected["next"]) == []
@@ -306,13 +342,15 @@ def data_replaced_inside(stage: int) -> str:
 
 @at_worlds
 @in_stages
-def test_data_replaced_inside_full_params_is_refused_by_name(stage: int, at: int) -> None:
+def test_data_replaced_inside_full_params_is_refused_by_name(
+    stage: int, at: int
+) -> None:
     """C7, D33: never a write that is lost in silence."""
     for message in done(at)["data_replaced_inside", stage]:
         assert "head.weight" in message
 
 
-# ---------------------------------------------------------------------- C7: a resized embedding
+# -------------------------------------------------------------- C7: a resized embedding
 
 
 def _resized(stage: int | None, of: int, *, tied: bool) -> dict[str, Any]:
@@ -332,7 +370,8 @@ def _resized(stage: int | None, of: int, *, tied: bool) -> dict[str, Any]:
         if tied:
             model.head.weight, model.head.out_features = larger.weight, 45
     optimizer = make(model.parameters() if stage is None else None)
-    model.register_forward_pre_hook(lambda module, args: (args[0] + 8,))  # up to the new rows
+    # Up to the new rows.
+    model.register_forward_pre_hook(lambda module, args: (args[0] + 8,))
     train_shares(model, optimizer, range(2, 4), of)
     return {"params": whole(model, optimizer), "state": state_of(model, optimizer)}
 
@@ -345,18 +384,22 @@ def resized(stage: int) -> list[dict[str, Any]]:
 @at_worlds
 @in_stages
 @pytest.mark.parametrize("tied", (False, True), ids=["untied", "tied"])
-def test_a_resized_embedding_is_trained_by_a_new_optimizer(tied: bool, stage: int, at: int) -> None:
+def test_a_resized_embedding_is_trained_by_a_new_optimizer(
+    tied: bool, stage: int, at: int
+) -> None:
     """C7: which takes the parameters over."""
     expected = _resized(None, at, tied=tied)
     for results in done(at)["resized", stage]:
         result = results[tied]
         assert (
-            result["params"]["embedding.weight"].shape == result["state"]["embedding.weight/exp_avg"].shape == (45, 17)
+            result["params"]["embedding.weight"].shape
+            == result["state"]["embedding.weight/exp_avg"].shape
+            == (45, 17)
         )
         assert apart(result["params"], expected["params"]) == {}
 
 
-# ---------------------------------------------------------------------- C14, C15, D1, D2: the model's state dict
+# --------------------------------------------- C14, C15, D1, D2: the model's state dict
 
 
 class Buffered(nn.Module):
@@ -380,7 +423,10 @@ class Buffered(nn.Module):
         x = self.embedding(tokens) * self.mask * self.scale
         for block in self.blocks:
             x = block(x)
-        return self.head(self.shared(x)) * self.temperatures[0] + self.temperatures[1].mean()
+        return (
+            self.head(self.shared(x)) * self.temperatures[0]
+            + self.temperatures[1].mean()
+        )
 
 
 def buffered(seed: int) -> Buffered:
@@ -410,7 +456,9 @@ def saved_and_loaded(stage: int) -> dict[str, Any]:
         outputs = [m(tokens) for m in (model, plain, other)]
     return {
         "described": described(saved),
-        "buffers": {key: value for key, value in saved.items() if key in ("count", "mask")},
+        "buffers": {
+            key: value for key, value in saved.items() if key in ("count", "mask")
+        },
         "outputs equal": [torch.equal(output, outputs[0]) for output in outputs],
         "differing": differing(whole(other, theirs), whole(model, optimizer)),
     }
@@ -419,7 +467,8 @@ def saved_and_loaded(stage: int) -> dict[str, Any]:
 @at_worlds
 @in_stages
 def test_the_state_dict_is_that_of_a_plain_model(stage: int, at: int) -> None:
-    """C14, C15, D1: keys and their order, dtypes and shapes; it loads strictly into a plain model and a sharded one."""
+    """C14, C15, D1: keys and their order, dtypes and shapes; it loads strictly into a
+    plain model and a sharded one."""
     for result in done(at)["saved_and_loaded", stage]:
         assert result["described"] == described(buffered(0).state_dict())
         assert result["buffers"]["count"] == 2
@@ -443,14 +492,19 @@ def _exported(stage: int, folder: Path) -> dict[str, Tensor]:
 @at_worlds
 @in_stages
 def test_safetensors_exports_tied_weights(stage: int, at: int, tmp_path: Path) -> None:
-    """D1, D2: stored once, and both names are there after a strict load into a plain model."""
+    """D1, D2: stored once, and both names are there after a strict load into a plain
+    model."""
     safetensors = pytest.importorskip("safetensors.torch")
     trained = ranks.run(at, _exported, stage, tmp_path)[0]
     plain = buffered(3)
-    missing, unexpected = safetensors.load_model(plain, str(tmp_path / "model.safetensors"), strict=True)
+    missing, unexpected = safetensors.load_model(
+        plain, str(tmp_path / "model.safetensors"), strict=True
+    )
     assert (set(missing), unexpected) == (set(), [])
     assert plain.head.weight is plain.embedding.weight
-    assert differing({n: p.detach() for n, p in plain.named_parameters()}, trained) == []
+    assert (
+        differing({n: p.detach() for n, p in plain.named_parameters()}, trained) == []
+    )
     # The tied weight is in the file once: no more bytes than there are.
     payload = sum(value.nbytes for value in trained.values())
     assert (tmp_path / "model.safetensors").stat().st_size < payload + 4096
@@ -468,24 +522,31 @@ def _kept_after_full_params(stage: int) -> dict[str, Any]:
     plain.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
     read = {name: saved[name].clone() for name, _ in model.named_parameters()}
     loaded = {name: p.detach() for name, p in plain.named_parameters()}
-    return {"read": read, "loaded": loaded, "expected": whole(model, optimizer), "scratch": optimizer.memory().buffers}
+    return {
+        "read": read,
+        "loaded": loaded,
+        "expected": whole(model, optimizer),
+        "scratch": optimizer.memory().buffers,
+    }
 
 
 @pytest.mark.parametrize("at", (1, 2), ids="world{}".format)
 @in_stages
 def test_a_state_dict_outlives_full_params(stage: int, at: int) -> None:
-    """D1, C1: its memory may go back only if nobody can read it any more; it was a crash of the process."""
+    """D1, C1: its memory may go back only if nobody can read it any more; it was a
+    crash of the process."""
     for result in ranks.run(at, _kept_after_full_params, stage):
         assert differing(result["read"], result["expected"]) == []
         assert differing(result["loaded"], result["expected"]) == []
         assert result["scratch"] == 0
 
 
-# ---------------------------------------------------------------------- D7, D11, D13, D19, D20, D24, D27: save, resume
+# --------------------------------------- D7, D11, D13, D19, D20, D24, D27: save, resume
 
 
 def half_frozen(seed: int) -> nn.Module:
-    """D7: half of the parameters frozen, far from where any initialisation puts them."""
+    """D7: half of the parameters frozen, far from where any initialisation puts
+    them."""
     model = models.toy(seed)
     for param in list(model.parameters())[::2]:
         param.requires_grad_(False)
@@ -498,14 +559,17 @@ class Odd(nn.Module):
 
     def __init__(self, *values: Tensor) -> None:
         super().__init__()
-        self.units = nn.ModuleList([nn.ParameterDict({f"p{i}": nn.Parameter(v) for i, v in enumerate(values)})])
+        self.units = nn.ModuleList(
+            [nn.ParameterDict({f"p{i}": nn.Parameter(v) for i, v in enumerate(values)})]
+        )
 
 
 SHAPES = ((8, 128), (), (3,), (0, 4), (7,), (13,), (1,), (3, 65))
 
 
 def odd_shapes(seed: int) -> nn.Module:
-    """D19, D27, D35: a scalar, (8, 128), nothing, and sizes that neither 8 nor the world divides."""
+    """D19, D27, D35: a scalar, (8, 128), nothing, and sizes that neither 8 nor the
+    world divides."""
     torch.manual_seed(seed)
     return Odd(*(torch.randn(shape) for shape in SHAPES))
 
@@ -525,16 +589,25 @@ def three_dtypes(seed: int) -> nn.Module:
     """D11: fp32, bf16 and fp16 in one unit."""
     torch.manual_seed(seed)
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    return Odd(*(torch.randn(shape).to(dtypes[i % 3]) for i, shape in enumerate(SHAPES)))
+    return Odd(
+        *(torch.randn(shape).to(dtypes[i % 3]) for i, shape in enumerate(SHAPES))
+    )
 
 
 def nothing_in_a_dtype(seed: int) -> nn.Module:
     """D24: a bucket without an element."""
     torch.manual_seed(seed)
-    return Odd(torch.randn(0, 4, dtype=torch.bfloat16), torch.randn(3), torch.randn(0, dtype=torch.float16))
+    return Odd(
+        torch.randn(0, 4, dtype=torch.bfloat16),
+        torch.randn(3),
+        torch.randn(0, dtype=torch.float16),
+    )
 
 
-SAVED = {m.__name__: m for m in (half_frozen, odd_shapes, not_contiguous, three_dtypes, nothing_in_a_dtype)}
+SAVED = {
+    m.__name__: m
+    for m in (half_frozen, odd_shapes, not_contiguous, three_dtypes, nothing_in_a_dtype)
+}
 of_saved = pytest.mark.parametrize("name", SAVED)
 SAVED_AT = 3
 
@@ -542,7 +615,11 @@ SAVED_AT = 3
 def grouped(model: nn.Module) -> list[dict[str, Any]]:
     """An empty group, then two that take alternate parameters (D13, D15)."""
     params = list(model.parameters())
-    return [{"params": []}, {"params": params[::2], "weight_decay": 0.2}, {"params": params[1::2], "lr": 3e-3}]
+    return [
+        {"params": []},
+        {"params": params[::2], "weight_decay": 0.2},
+        {"params": params[1::2], "lr": 3e-3},
+    ]
 
 
 def _uninterrupted(name: str) -> dict[str, Tensor]:
@@ -562,8 +639,14 @@ def _save(name: str, stage: int) -> dict[str, Any]:
     with optimizer.full_params():
         strides = {n: p.stride() for n, p in model.named_parameters()}
         saved_model = model.state_dict()
-        torch.save({"model": saved_model, "optimizer": optimizer.full_state_dict()}, file)
-    return {"file": file.getvalue(), "strides": strides, "grad": [p.grad is None for p in model.parameters()]}
+        torch.save(
+            {"model": saved_model, "optimizer": optimizer.full_state_dict()}, file
+        )
+    return {
+        "file": file.getvalue(),
+        "strides": strides,
+        "grad": [p.grad is None for p in model.parameters()],
+    }
 
 
 def _resume(name: str, stage: int, file: bytes) -> dict[str, Tensor]:
@@ -581,15 +664,21 @@ def _resume(name: str, stage: int, file: bytes) -> dict[str, Tensor]:
 @functools.cache
 def saves() -> ranks.Cases:
     """Train two steps and save."""
-    return ranks.run_cases(SAVED_AT, {(n, s): functools.partial(_save, n, s) for n in SAVED for s in STAGES})
+    return ranks.run_cases(
+        SAVED_AT,
+        {(n, s): functools.partial(_save, n, s) for n in SAVED for s in STAGES},
+    )
 
 
 @functools.cache
 def resumed(at: int) -> ranks.Cases:
-    """Load in new processes, which start from other values, and train two steps more."""
+    """Load in new processes, which start from other values, and train two steps
+    more."""
     cases = {
-        (n, s): functools.partial(_resume, n, s, saves()[n, s][0]["file"]) for n in SAVED for s in STAGES
-    }  # fmt: skip
+        (n, s): functools.partial(_resume, n, s, saves()[n, s][0]["file"])
+        for n in SAVED
+        for s in STAGES
+    }
     return ranks.run_cases(at, cases)
 
 
@@ -597,7 +686,8 @@ def resumed(at: int) -> ranks.Cases:
 @in_stages
 @of_saved
 def test_what_was_saved_resumes_to_the_bit(name: str, stage: int, at: int) -> None:
-    """D7, D11, D19, D20, D24, D27: saved in a world of 3, resumed in any, it is a run that was never interrupted."""
+    """D7, D11, D19, D20, D24, D27: saved in a world of 3, resumed in any, it is a run
+    that was never interrupted."""
     expected = _uninterrupted(name)
     for result in resumed(at)[name, stage]:
         assert differing(result, expected) == []
@@ -608,23 +698,28 @@ def test_what_was_saved_resumes_to_the_bit(name: str, stage: int, at: int) -> No
 def test_strides_stay_where_parameters_are_whole(name: str, stage: int) -> None:
     """D20."""
     expected = {n: p.stride() for n, p in SAVED[name](0).named_parameters()}
-    assert [result["strides"] for result in saves()[name, stage]] == [expected] * SAVED_AT
+    assert [result["strides"] for result in saves()[name, stage]] == [
+        expected
+    ] * SAVED_AT
 
 
 @in_stages
 def test_frozen_parameters_have_no_gradient(stage: int) -> None:
     expected = [not p.requires_grad for p in half_frozen(0).parameters()]
     for result in saves()["half_frozen", stage]:
-        assert [is_none or not frozen for is_none, frozen in zip(result["grad"], expected, strict=True)] == [
-            True
-        ] * len(expected)
+        assert [
+            is_none or not frozen
+            for is_none, frozen in zip(result["grad"], expected, strict=True)
+        ] == [True] * len(expected)
 
 
 @of_saved
 def test_an_uninterrupted_run_is_torchs(name: str) -> None:
-    """What the others are compared with: values and moments in the order of the parameter's own indices.
+    """What the others are compared with: values and moments in the order of the
+    parameter's own indices.
 
-    torch trains 16-bit parameters without masters, so it gets fp32 copies: ours are their rounding.
+    torch trains 16-bit parameters without masters, so it gets fp32 copies: ours are
+    their rounding.
     """
     model = SAVED[name](0)
     dtypes = {n: p.dtype for n, p in model.named_parameters()}
@@ -640,13 +735,17 @@ def test_an_uninterrupted_run_is_torchs(name: str) -> None:
             assert torch.equal(found[n], found[f"{n}/master"].to(dtype))
             found[n] = found.pop(f"{n}/master")
     assert apart(found, expected, 1e-6) == {}
-    assert {key: value.shape for key, value in found.items()} == {key: value.shape for key, value in expected.items()}
+    assert {key: value.shape for key, value in found.items()} == {
+        key: value.shape for key, value in expected.items()
+    }
 
 
 def _coarse() -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = Odd(*(torch.randn(shape).bfloat16() for shape in SHAPES))
-    precision = zerokern.Precision(master="split24", moments="8bit", gradients=torch.bfloat16)
+    precision = zerokern.Precision(
+        master="split24", moments="8bit", gradients=torch.bfloat16
+    )
     optimizer = sharded(model, 3 if world() > 2 else 2, lr=1e-2, precision=precision)
     for step in range(3):
         step_by_hand(model, optimizer, step)
@@ -654,14 +753,16 @@ def _coarse() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("at", (2, 3), ids="world{}".format)
-def test_sizes_that_blocks_do_not_divide_are_quantised_alike_in_any_world(at: int) -> None:
+def test_sizes_that_blocks_do_not_divide_are_quantised_alike_in_any_world(
+    at: int,
+) -> None:
     """D35: numel 1, 3, 7, 13 and 195 in blocks of 64."""
     expected = _coarse()
     for result in ranks.run(at, _coarse):
         assert differing(result, expected) == []
 
 
-# ---------------------------------------------------------------------- D10: gradient memory of frozen weights
+# ----------------------------------------------- D10: gradient memory of frozen weights
 
 
 class Adapted(nn.Module):
@@ -704,26 +805,35 @@ def mostly_frozen(stage: int) -> dict[str, Any]:
         during = optimizer.memory().gradients
         optimizer.step()
     return {
-        "during": during, "memory": optimizer.memory(), "peak": optimizer._zero.scratch.peak_bytes,
+        "during": during,
+        "memory": optimizer.memory(),
+        "peak": optimizer._zero.scratch.peak_bytes,
         "none": [unit.matrix.grad is None for unit in model.units],
-    }  # fmt: skip
+    }
 
 
 @at_worlds
 @in_stages
 def test_frozen_weights_cost_no_gradient_memory(stage: int, at: int) -> None:
-    """D10: nor moments, nor scratch memory in backward. A slot of 40 elements is 64, and a shard at least 64."""
+    """D10: nor moments, nor scratch memory in backward. A slot of 40 elements is 64,
+    and a shard at least 64."""
     slots = -(-UNITS // at) * at  # units, padded to a multiple of the world
-    elements = {1: 64 * slots, 2: 64 * slots // at, 3: 64 * UNITS if at > 1 else 64 * slots}[stage]
+    elements = {
+        1: 64 * slots,
+        2: 64 * slots // at,
+        3: 64 * UNITS if at > 1 else 64 * slots,
+    }[stage]
     frozen = UNITS * 64 * 64 * 4
     for result in done(at)["mostly_frozen", stage]:
         assert result["memory"].gradients == result["during"] == 4 * elements
-        assert result["memory"].moments == 2 * 4 * (elements // at if stage == 1 else elements)
+        assert result["memory"].moments == 2 * 4 * (
+            elements // at if stage == 1 else elements
+        )
         assert result["peak"] < (frozen if stage == 3 else frozen // 20)
         assert result["none"] == [True] * UNITS
 
 
-# ---------------------------------------------------------------------- D14, D15, D16, D18: groups and schedulers
+# -------------------------------------------- D14, D15, D16, D18: groups and schedulers
 
 
 def three_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -738,14 +848,20 @@ def three_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 Scheduler = Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]
 SCHEDULERS: dict[str, Scheduler] = {
-    "a factor for each group": lambda o: lr_scheduler.LambdaLR(o, [lambda s, i=i: 1.0 / (i + s) for i in (1, 2, 3)]),
+    "a factor for each group": lambda o: lr_scheduler.LambdaLR(
+        o, [lambda s, i=i: 1.0 / (i + s) for i in (1, 2, 3)]
+    ),
     "one factor for all": lambda o: lr_scheduler.ExponentialLR(o, 0.5),
-    "a largest rate for each": lambda o: lr_scheduler.OneCycleLR(o, max_lr=[0.5, 1e-2, 4e-2], total_steps=12),
+    "a largest rate for each": lambda o: lr_scheduler.OneCycleLR(
+        o, max_lr=[0.5, 1e-2, 4e-2], total_steps=12
+    ),
 }
 
 
 def _scheduled(stage: int | None, of: int, name: str) -> dict[str, Any]:
-    run = Run(stage, of, build=functools.partial(models.toy, blocks=1), groups=three_groups)
+    run = Run(
+        stage, of, build=functools.partial(models.toy, blocks=1), groups=three_groups
+    )
     start = whole(run.model, run.optimizer)
     scheduler = SCHEDULERS[name](run.optimizer)
     rates, same = [], []
@@ -755,7 +871,13 @@ def _scheduled(stage: int | None, of: int, name: str) -> dict[str, Any]:
         run.step()
         scheduler.step()
         if step in (1, 3):
-            saved = copy.deepcopy((run.optimizer.state_dict if run.torch else run.optimizer.full_state_dict)())
+            saved = copy.deepcopy(
+                (
+                    run.optimizer.state_dict
+                    if run.torch
+                    else run.optimizer.full_state_dict
+                )()
+            )
             schedule = copy.deepcopy(scheduler.state_dict())
             if step == 3:  # as after a resume: a new scheduler on the same optimizer
                 scheduler = SCHEDULERS[name](run.optimizer)
@@ -764,7 +886,12 @@ def _scheduled(stage: int | None, of: int, name: str) -> dict[str, Any]:
         rates.append([group["lr"] for group in run.optimizer.param_groups])
         same.append(run.optimizer.param_groups is scheduler.optimizer.param_groups)
     result = whole(run.model, run.optimizer)
-    return {"params": result, "rates": rates, "same": same, "moved": differing(result, start)}
+    return {
+        "params": result,
+        "rates": rates,
+        "same": same,
+        "moved": differing(result, start),
+    }
 
 
 @case
@@ -775,8 +902,11 @@ def scheduled(stage: int) -> dict[str, Any]:
 @at_worlds
 @in_stages
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_groups_keep_index_rate_and_identity_under_a_scheduler(name: str, stage: int, at: int) -> None:
-    """D14, D15, D16, D18: before and after loading; rates are applied, ratios kept, rate 0 moves nothing."""
+def test_groups_keep_index_rate_and_identity_under_a_scheduler(
+    name: str, stage: int, at: int
+) -> None:
+    """D14, D15, D16, D18: before and after loading; rates are applied, ratios kept,
+    rate 0 moves nothing."""
     expected = _scheduled(None, at, name)
     still = [n for n, _ in models.toy(blocks=1).named_parameters()][::2]
     for results in done(at)["scheduled", stage]:
@@ -786,33 +916,46 @@ def test_groups_keep_index_rate_and_identity_under_a_scheduler(name: str, stage:
         assert apart(result["params"], expected["params"]) == {}
         if not name.startswith("a largest"):
             assert not set(result["moved"]) & set(still)
-        assert set(result["moved"]) >= {n for n, _ in models.toy(blocks=1).named_parameters()} - set(still)
+        assert set(result["moved"]) >= {
+            n for n, _ in models.toy(blocks=1).named_parameters()
+        } - set(still)
 
 
-# ---------------------------------------------------------------------- D22: tensor parallelism, not there yet
+# ----------------------------------------------- D22: tensor parallelism, not there yet
 
 
 def _refusal_of_dtensors(stage: int, frozen: bool) -> tuple[str, int]:
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     model = models.toy(blocks=1)
-    weight = DTensor.from_local(model.head.weight.detach().clone(), mesh, [Replicate()], run_check=False)
+    weight = DTensor.from_local(
+        model.head.weight.detach().clone(), mesh, [Replicate()], run_check=False
+    )
     model.head.weight = nn.Parameter(weight, requires_grad=not frozen)
     places = [p.data_ptr() for n, p in model.named_parameters() if n != "head.weight"]
-    params = [p for n, p in model.named_parameters() if n != "head.weight" or not frozen]
+    params = [
+        p for n, p in model.named_parameters() if n != "head.weight" or not frozen
+    ]
     with pytest.raises(ValueError) as error:
         zerokern.AdamW(params, stage=stage, model=model if stage == 3 else None)
-    return str(error.value), places == [p.data_ptr() for n, p in model.named_parameters() if n != "head.weight"]
+    return str(error.value), places == [
+        p.data_ptr() for n, p in model.named_parameters() if n != "head.weight"
+    ]
 
 
-@pytest.mark.parametrize(("stage", "frozen"), [(1, False), (2, False), (3, False), (3, True)])
-def test_tensor_parallel_parameters_are_refused_by_name(stage: int, frozen: bool) -> None:
-    """D22, E2, E3: also frozen ones, which stage 3 shards with the rest; nothing was changed."""
+@pytest.mark.parametrize(
+    ("stage", "frozen"), [(1, False), (2, False), (3, False), (3, True)]
+)
+def test_tensor_parallel_parameters_are_refused_by_name(
+    stage: int, frozen: bool
+) -> None:
+    """D22, E2, E3: also frozen ones, which stage 3 shards with the rest; nothing was
+    changed."""
     for message, untouched in ranks.run(2, _refusal_of_dtensors, stage, frozen):
         assert "DTensor" in message and "tensor parallelism" in message
         assert untouched
 
 
-# ---------------------------------------------------------------------- D28: groups in another order on another rank
+# ----------------------------------------- D28: groups in another order on another rank
 
 
 class Alike(nn.Module):
@@ -842,7 +985,10 @@ def _groups_of_sets(model: nn.Module) -> list[Any]:
     return [{"params": params[:3], "lr": 1e-2}, {"params": params[3:], "lr": 1e-3}]
 
 
-PASSED = {f.__name__.strip("_"): f for f in (_of_a_set, _of_a_named_set, _groups_of_a_set, _groups_of_sets)}
+PASSED = {
+    f.__name__.strip("_"): f
+    for f in (_of_a_set, _of_a_named_set, _groups_of_a_set, _groups_of_sets)
+}
 
 
 @case
@@ -852,7 +998,8 @@ def disordered(stage: int) -> dict[str, tuple[str, bool]]:
         torch.manual_seed(0)
         model = Alike()
         groups = groups_of(model)
-        if rank() == 1 and name != "groups_of_sets":  # as the hash seed of another process has it
+        # As the hash seed of another process has it.
+        if rank() == 1 and name != "groups_of_sets":
             groups = [groups[i] for i in (3, 0, 5, 1, 4, 2)]
         before = [p.detach().clone() for p in model.parameters()]
         try:
@@ -868,15 +1015,18 @@ def disordered(stage: int) -> dict[str, tuple[str, bool]]:
 @pytest.mark.parametrize("at", (2, 3), ids="world{}".format)
 @in_stages
 @pytest.mark.parametrize("name", PASSED)
-def test_parameters_in_another_order_on_another_rank_are_refused(name: str, stage: int, at: int) -> None:
-    """D28: groups made of a set. All ranks get the error; nobody trains one weight as if it were another."""
+def test_parameters_in_another_order_on_another_rank_are_refused(
+    name: str, stage: int, at: int
+) -> None:
+    """D28: groups made of a set. All ranks get the error; nobody trains one weight as
+    if it were another."""
     for results in done(at)["disordered", stage]:
         message, untouched = results[name]
         assert "Rank 1" in message
         assert untouched
 
 
-# ---------------------------------------------------------------------- D33: the model moves later
+# ----------------------------------------------------------- D33: the model moves later
 
 
 def _cast(model: nn.Module) -> None:
@@ -911,11 +1061,15 @@ def moved(stage: int) -> dict[str, str]:
 @at_worlds
 @in_stages
 @pytest.mark.parametrize("move", MOVES)
-def test_a_model_that_moves_away_from_its_optimizer_is_told_so(move: str, stage: int, at: int) -> None:
+def test_a_model_that_moves_away_from_its_optimizer_is_told_so(
+    move: str, stage: int, at: int
+) -> None:
     """D33: before the update, on all ranks, never a loss that stands still."""
     for results in done(at)["moved", stage]:
         assert "parameter" in results[move]
-        assert "full_params" in results[move] or "build a new optimizer" in results[move]
+        assert (
+            "full_params" in results[move] or "build a new optimizer" in results[move]
+        )
 
 
 def test_integer_gradients_have_one_mean_in_every_world() -> None:

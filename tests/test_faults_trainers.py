@@ -1,4 +1,5 @@
-"""Faults that users of sharded training have met with trainers: how Lightning, Accelerate and torch's scaler call."""
+"""Faults that users of sharded training have met with trainers: how Lightning,
+Accelerate and torch's scaler call."""
 
 from __future__ import annotations
 
@@ -18,8 +19,19 @@ import models
 import pytest
 import ranks
 import torch
-import torch._dynamo  # which an optimizer imports in any case: here, it is done before ranks are forked
-from oracle import STAGES, Run, apart, differing, quiet_state_dict, rank, set_integer_gradients, sharded, whole, world
+import torch._dynamo  # an optimizer imports it: here, before ranks are forked
+from oracle import (
+    STAGES,
+    Run,
+    apart,
+    differing,
+    quiet_state_dict,
+    rank,
+    set_integer_gradients,
+    sharded,
+    whole,
+    world,
+)
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
@@ -30,7 +42,7 @@ at_worlds = pytest.mark.parametrize("at", ranks.worlds(1, 2, rarely=3))
 in_stages = pytest.mark.parametrize("stage", STAGES, ids="stage{}".format)
 
 
-# ---------------------------------------------------------------------- L2: forward and backward inside of step
+# ---------------------------------------------- L2: forward and backward inside of step
 
 Script = Callable[[Run], None]
 SCRIPTS: dict[str, Script] = {}
@@ -72,12 +84,15 @@ def none_by_keyword_and_by_position(run: Run) -> None:
     """Accelerate passes on the None that it got."""
     for step in range(STEPS):
         closure_of(run, step)()
-        assert (run.optimizer.step(closure=None) if step == 1 else run.optimizer.step(None)) is None
+        assert (
+            run.optimizer.step(closure=None) if step == 1 else run.optimizer.step(None)
+        ) is None
 
 
 @script
 def wrapped_with_clipping_inside(run: Run) -> None:
-    """Lightning wraps the user's closure, and clips inside of the wrapper, after backward and before the update."""
+    """Lightning wraps the user's closure, and clips inside of the wrapper, after
+    backward and before the update."""
 
     def wrap(closure: Callable[[], Tensor]) -> Tensor:
         loss = closure()
@@ -85,12 +100,15 @@ def wrapped_with_clipping_inside(run: Run) -> None:
         return loss
 
     for step in range(STEPS):
-        run.seen.append(run.optimizer.step(closure=functools.partial(wrap, closure_of(run, step))))
+        run.seen.append(
+            run.optimizer.step(closure=functools.partial(wrap, closure_of(run, step)))
+        )
 
 
 @script
 def called_once_more_by_hand(run: Run) -> None:
-    """A first call to look at the gradients, as sharpness-aware training does; step calls again."""
+    """A first call to look at the gradients, as sharpness-aware training does; step
+    calls again."""
     for step in range(STEPS):
         closure = closure_of(run, step)
         run.seen.append(closure())
@@ -101,9 +119,14 @@ def called_once_more_by_hand(run: Run) -> None:
 def called_twice_inside(run: Run) -> None:
     """The second call starts afresh; without zero_grad it adds."""
     for step in range(STEPS):
-        first, second = closure_of(run, step), closure_of(run, 10 + step, zero=step != 1)
+        first, second = (
+            closure_of(run, step),
+            closure_of(run, 10 + step, zero=step != 1),
+        )
 
-        def both(first: Callable[[], Tensor] = first, second: Callable[[], Tensor] = second) -> Tensor:
+        def both(
+            first: Callable[[], Tensor] = first, second: Callable[[], Tensor] = second
+        ) -> Tensor:
             first()
             return second()
 
@@ -135,7 +158,8 @@ def with_several_backwards_inside(run: Run) -> None:
 
 @script
 def without_a_backward(run: Run) -> None:
-    """A closure that only looks: nothing is updated in its place, and the step before stands."""
+    """A closure that only looks: nothing is updated in its place, and the step before
+    stands."""
     run.optimizer.step(closure_of(run, 0))
     run.optimizer.zero_grad()
     run.optimizer.step(lambda: torch.tensor(1.0))
@@ -144,7 +168,8 @@ def without_a_backward(run: Run) -> None:
 
 @script
 def through_a_scheduler_s_wrapper(run: Run) -> None:
-    """A scheduler replaces optimizer.step by a wrapper of its own; so does Accelerate."""
+    """A scheduler replaces optimizer.step by a wrapper of its own; so does
+    Accelerate."""
     scheduler = lr_scheduler.LambdaLR(run.optimizer, lambda step: 0.7**step)
     original = run.optimizer.step
     calls = []
@@ -180,7 +205,9 @@ def play(name: str, stage: int | None, of: int) -> dict[str, Any]:
 @functools.cache
 def played(at: int) -> ranks.Cases:
     """Run all loops in all stages on one group of ranks."""
-    return ranks.run_cases(at, {(n, s): functools.partial(play, n, s, at) for n in SCRIPTS for s in STAGES})
+    return ranks.run_cases(
+        at, {(n, s): functools.partial(play, n, s, at) for n in SCRIPTS for s in STAGES}
+    )
 
 
 @functools.cache
@@ -200,12 +227,15 @@ def test_closures_work_as_in_torch(name: str, stage: int, at: int) -> None:
         assert apart(result["seen"], expected["seen"]) == {}
 
 
-# ---------------------------------------------------------------------- L4, L5: steps that are skipped
+# ------------------------------------------------------- L4, L5: steps that are skipped
 
 
 def _scheduled(make: Any, scaler: Any, stage: int | None, skips: str) -> dict[str, Any]:
-    """Train with a scale; the last rank overflows in two steps, and the schedule must not advance then."""
-    run = Run(stage, world() if stage else 1, build=functools.partial(models.toy, blocks=1))
+    """Train with a scale; the last rank overflows in two steps, and the schedule must
+    not advance then."""
+    run = Run(
+        stage, world() if stage else 1, build=functools.partial(models.toy, blocks=1)
+    )
     optimizer = run.optimizer
     scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
     rates, skipped = [], []
@@ -213,7 +243,9 @@ def _scheduled(make: Any, scaler: Any, stage: int | None, skips: str) -> dict[st
         bad = step in (1, 2) and rank() == world() - 1
         optimizer.zero_grad()
         tokens, targets = models.batch(step)
-        scaler.scale(models.loss_of(run.model, tokens, targets) * (math.inf if bad else 1.0)).backward()
+        scaler.scale(
+            models.loss_of(run.model, tokens, targets) * (math.inf if bad else 1.0)
+        ).backward()
         before = scaler.get_scale(), int(getattr(optimizer, "skipped_steps", 0))
         scaler.step(optimizer)
         scaler.update()
@@ -236,26 +268,42 @@ def scheduled(at: int) -> ranks.Cases:
     def one(stage: int, skips: str) -> dict[str, Any]:
         return _scheduled(zerokern.AdamW, GradScaler("cpu", **SCALER), stage, skips)
 
-    return ranks.run_cases(at, {(s, k): functools.partial(one, s, k) for s in STAGES for k in ("counter", "scale")})
+    return ranks.run_cases(
+        at,
+        {
+            (s, k): functools.partial(one, s, k)
+            for s in STAGES
+            for k in ("counter", "scale")
+        },
+    )
 
 
 @at_worlds
 @in_stages
 @pytest.mark.parametrize("skips", ("counter", "scale"))
 def test_a_schedule_can_wait_for_skipped_steps(skips: str, stage: int, at: int) -> None:
-    """L4: both ways in which trainers notice them, on every rank, though one alone overflowed."""
+    """L4: both ways in which trainers notice them, on every rank, though one alone
+    overflowed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        expected = _scheduled(torch.optim.AdamW, torch.amp.GradScaler("cpu", **SCALER), None, "scale")
+        expected = _scheduled(
+            torch.optim.AdamW, torch.amp.GradScaler("cpu", **SCALER), None, "scale"
+        )
     assert expected["skipped"] == [False, True, True, False, False]
     for result in scheduled(at)[stage, skips]:
-        assert (result["skipped"], result["rates"]) == (expected["skipped"], expected["rates"])
+        assert (result["skipped"], result["rates"]) == (
+            expected["skipped"],
+            expected["rates"],
+        )
         assert apart(result["params"], expected["params"]) == {}
 
 
 def _called_like(how: str, stage: int) -> tuple[list[str], float]:
     """Let a scaler step, called as trainers do."""
-    run, twin = (Run(stage, world(), build=functools.partial(models.toy, blocks=1)) for _ in range(2))
+    run, twin = (
+        Run(stage, world(), build=functools.partial(models.toy, blocks=1))
+        for _ in range(2)
+    )
     scalers = GradScaler("cpu", **SCALER), GradScaler("cpu", **SCALER)
     calls: dict[str, Callable[[Any, Any], Any]] = {
         "accelerate": lambda scaler, optimizer: scaler.step(optimizer, None),
@@ -263,18 +311,31 @@ def _called_like(how: str, stage: int) -> tuple[list[str], float]:
         "plain": lambda scaler, optimizer: scaler.step(optimizer),
     }
     for step in range(2):
-        for script, scaler, call in ((run, scalers[0], calls[how]), (twin, scalers[1], calls["plain"])):
+        for script, scaler, call in (
+            (run, scalers[0], calls[how]),
+            (twin, scalers[1], calls["plain"]),
+        ):
             script.optimizer.zero_grad()
-            script.backward(step, lambda r, script=script, scaler=scaler, step=step: scaler.scale(script.loss(step, r)))
+            script.backward(
+                step,
+                lambda r, script=script, scaler=scaler, step=step: scaler.scale(
+                    script.loss(step, r)
+                ),
+            )
             call(scaler, script.optimizer)
             scaler.update()
-    return differing(whole(run.model, run.optimizer), whole(twin.model, twin.optimizer)), scalers[0].get_scale()
+    return (
+        differing(whole(run.model, run.optimizer), whole(twin.model, twin.optimizer)),
+        scalers[0].get_scale(),
+    )
 
 
 @pytest.mark.parametrize("at", (1, 2), ids="world{}".format)
 @in_stages
 @pytest.mark.parametrize("how", ("accelerate", "lightning"))
-def test_our_scaler_takes_the_closure_that_is_none(how: str, stage: int, at: int) -> None:
+def test_our_scaler_takes_the_closure_that_is_none(
+    how: str, stage: int, at: int
+) -> None:
     """L2, L5: a trainer without a closure passes None on, by position or by name."""
     assert ranks.run(at, _called_like, how, stage) == [([], SCALER["init_scale"])] * at
 
@@ -285,7 +346,11 @@ ORDERS = ("step", "unscale step", "unscale ours step", "unscale torch step")
 def _torchs_scaler(stage: int | None, order: str, overflow: bool) -> dict[str, Any]:
     """Train with torch's own scaler, in a world of one."""
     model = models.toy(blocks=1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2) if stage is None else sharded(model, stage, lr=1e-2)
+    optimizer = (
+        torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if stage is None
+        else sharded(model, stage, lr=1e-2)
+    )
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     scales = []
     for step in range(5):
@@ -311,33 +376,53 @@ def _torchs_scaler(stage: int | None, order: str, overflow: bool) -> dict[str, A
 @pytest.mark.parametrize("overflow", (False, True), ids=["finite", "overflow"])
 @pytest.mark.parametrize("order", ORDERS)
 def test_torchs_scaler_unscales_once(order: str, overflow: bool, stage: int) -> None:
-    """L5: in a world of one, the only one where it is right; elsewhere it is refused by name."""
+    """L5: in a world of one, the only one where it is right; elsewhere it is refused by
+    name."""
     expected = _torchs_scaler(None, order, overflow)
     result = _torchs_scaler(stage, order, overflow)
     assert result["scales"] == expected["scales"]
     assert apart(result["params"], expected["params"]) == {}
 
 
-# ---------------------------------------------------------------------- L6: plain values
+# --------------------------------------------------------------------- L6: plain values
 
 RECIPES: dict[str, tuple[Any, torch.dtype, Precision]] = {
     "fp32": (zerokern.AdamW, torch.float32, Precision()),
     "bf16 with masters": (zerokern.AdamW, torch.bfloat16, Precision()),
-    "8 bits": (zerokern.AdamW, torch.bfloat16, Precision(master="split24", moments="8bit")),
-    "momentum": (functools.partial(zerokern.SGD, momentum=0.9), torch.float32, Precision()),
+    "8 bits": (
+        zerokern.AdamW,
+        torch.bfloat16,
+        Precision(master="split24", moments="8bit"),
+    ),
+    "momentum": (
+        functools.partial(zerokern.SGD, momentum=0.9),
+        torch.float32,
+        Precision(),
+    ),
 }
 
 
 def _flat(value: Any, path: str = "") -> dict[str, Any]:
     """Return the leaves of a nest of dicts and lists by path."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else None
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list | tuple)
+        else None
+    )
     if items is None:
         return {path: value}
-    return {k: leaf for key, item in items for k, leaf in _flat(item, f"{path}/{key}").items()}
+    return {
+        k: leaf
+        for key, item in items
+        for k, leaf in _flat(item, f"{path}/{key}").items()
+    }
 
 
 def _plain_state(recipe: str, stage: int) -> list[str]:
-    """Write the optimizer's and the scaler's state as safetensors and JSON; return what does not come back."""
+    """Write the optimizer's and the scaler's state as safetensors and JSON; return what
+    does not come back."""
     import safetensors.torch
 
     make, dtype, precision = RECIPES[recipe]
@@ -360,7 +445,11 @@ def _plain_state(recipe: str, stage: int) -> list[str]:
         tensors = {k: v for k, v in leaves.items() if isinstance(v, Tensor)}
         others = {k: v for k, v in leaves.items() if not isinstance(v, Tensor)}
         wrong += [f"{name}{k}" for k, v in tensors.items() if type(v) is not Tensor]
-        wrong += [f"{name}{k}" for k, v in others.items() if not isinstance(v, int | float | str | bool | None)]
+        wrong += [
+            f"{name}{k}"
+            for k, v in others.items()
+            if not isinstance(v, int | float | str | bool | None)
+        ]
         wrong += [f"{name}: JSON"] * (json.loads(json.dumps(others)) != others)
         loaded = safetensors.torch.load(safetensors.torch.save(tensors))
         wrong += [f"{name}{k}" for k in differing(loaded, tensors)]
@@ -373,19 +462,27 @@ def _plain_state(recipe: str, stage: int) -> list[str]:
 
 @functools.cache
 def plain_states(at: int) -> ranks.Cases:
-    return ranks.run_cases(at, {(r, s): functools.partial(_plain_state, r, s) for r in RECIPES for s in STAGES})
+    return ranks.run_cases(
+        at,
+        {
+            (r, s): functools.partial(_plain_state, r, s)
+            for r in RECIPES
+            for s in STAGES
+        },
+    )
 
 
 @pytest.mark.parametrize("at", (1, 2), ids="world{}".format)
 @in_stages
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_state_is_tensors_and_plain_values(recipe: str, stage: int, at: int) -> None:
-    """L6: it can be stored without pickle, in every recipe, whole or sharded; the scaler's too."""
+    """L6: it can be stored without pickle, in every recipe, whole or sharded; the
+    scaler's too."""
     pytest.importorskip("safetensors")
     assert plain_states(at)[recipe, stage] == [[]] * at
 
 
-# ---------------------------------------------------------------------- the real Accelerate
+# ------------------------------------------------------------------ the real Accelerate
 
 
 def _environment() -> dict[str, str]:
@@ -393,13 +490,18 @@ def _environment() -> dict[str, str]:
     if world() == 1:
         return {}
     return {
-        "RANK": str(rank()), "LOCAL_RANK": str(rank()), "WORLD_SIZE": str(world()), "LOCAL_WORLD_SIZE": str(world()),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
-    }  # fmt: skip
+        "RANK": str(rank()),
+        "LOCAL_RANK": str(rank()),
+        "WORLD_SIZE": str(world()),
+        "LOCAL_WORLD_SIZE": str(world()),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
 
 
 def _accelerated(stage: int) -> dict[str, Any]:
-    """Train ours under Accelerate with accumulation, a schedule, clipping, a save and a resume."""
+    """Train ours under Accelerate with accumulation, a schedule, clipping, a save and a
+    resume."""
     from accelerate import Accelerator
 
     with mock.patch.dict(os.environ, _environment()):
@@ -409,14 +511,20 @@ def _accelerated(stage: int) -> dict[str, Any]:
     scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
     before = len(optimizer.comm_log())
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r".*state_dict\(\) holds this rank's shards only")
-        prepared, schedule = accelerator.prepare(optimizer, scheduler)  # loads the optimizer's own state, at once
+        warnings.filterwarnings(
+            "ignore", message=r".*state_dict\(\) holds this rank's shards only"
+        )
+        # Loads the optimizer's own state, at once.
+        prepared, schedule = accelerator.prepare(optimizer, scheduler)
     sent = len(optimizer.comm_log()) - before
     saved: dict[str, Any] = {}
     for step in range(3):
         for micro in range(2):
             with accelerator.accumulate(model):
-                tokens, targets = (models.share(t, rank(), world()) for t in models.batch(10 * step + micro))
+                tokens, targets = (
+                    models.share(t, rank(), world())
+                    for t in models.batch(10 * step + micro)
+                )
                 accelerator.backward(models.loss_of(model, tokens, targets))
                 if accelerator.sync_gradients:
                     optimizer.clip_grad_norm_(0.3)
@@ -427,9 +535,12 @@ def _accelerated(stage: int) -> dict[str, Any]:
             saved = copy.deepcopy(quiet_state_dict(optimizer))
             prepared.load_state_dict(saved)
     return {
-        "params": whole(model, optimizer), "lr": optimizer.param_groups[0]["lr"], "sent": sent,
-        "skipped": prepared.step_was_skipped, "groups": prepared.param_groups is optimizer.param_groups,
-    }  # fmt: skip
+        "params": whole(model, optimizer),
+        "lr": optimizer.param_groups[0]["lr"],
+        "sent": sent,
+        "skipped": prepared.step_was_skipped,
+        "groups": prepared.param_groups is optimizer.param_groups,
+    }
 
 
 def _accelerated_reference(of: int) -> dict[str, Any]:
@@ -444,13 +555,17 @@ def _accelerated_reference(of: int) -> dict[str, Any]:
         run.step()
         for _ in range(of):  # Accelerate's scheduler makes one step for each process
             scheduler.step()
-    return {"params": whole(run.model, run.optimizer), "lr": run.optimizer.param_groups[0]["lr"]}
+    return {
+        "params": whole(run.model, run.optimizer),
+        "lr": run.optimizer.param_groups[0]["lr"],
+    }
 
 
 @pytest.mark.parametrize("at", (1, 2), ids="world{}".format)
 @in_stages
 def test_accelerate_prepares_our_optimizer_and_schedule(stage: int, at: int) -> None:
-    """L2, L4, G32: loading its own state at once sends and changes nothing; then accumulation, clipping, a resume."""
+    """L2, L4, G32: loading its own state at once sends and changes nothing; then
+    accumulation, clipping, a resume."""
     pytest.importorskip("accelerate")
     expected = _accelerated_reference(at)
     for result in ranks.run(at, _accelerated, stage):
@@ -460,7 +575,8 @@ def test_accelerate_prepares_our_optimizer_and_schedule(stage: int, at: int) -> 
 
 
 def _prepared_whole(folder: Path, ours: bool) -> dict[str, Tensor]:
-    """In a world of one Accelerate may have the model, too; it saves and loads everything by itself."""
+    """In a world of one Accelerate may have the model, too; it saves and loads
+    everything by itself."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -487,12 +603,16 @@ def _prepared_whole(folder: Path, ours: bool) -> dict[str, Tensor]:
 
 def test_accelerate_trains_saves_and_resumes_in_a_world_of_one(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    ours, theirs = (ranks.run(1, _prepared_whole, tmp_path / str(which), which)[0] for which in (True, False))
+    ours, theirs = (
+        ranks.run(1, _prepared_whole, tmp_path / str(which), which)[0]
+        for which in (True, False)
+    )
     assert apart(ours, theirs) == {}
 
 
 def _skipped_by_accelerate(stage: int) -> list[tuple[bool, float]]:
-    """Overflow on the last rank in one step; return whether Accelerate knows, and the rate of its schedule."""
+    """Overflow on the last rank in one step; return whether Accelerate knows, and the
+    rate of its schedule."""
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.scheduler import AcceleratedScheduler
@@ -503,13 +623,17 @@ def _skipped_by_accelerate(stage: int) -> list[tuple[bool, float]]:
     optimizer = sharded(model, stage, lr=1.0)
     schedule = lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r".*state_dict\(\) holds this rank's shards only")
+        warnings.filterwarnings(
+            "ignore", message=r".*state_dict\(\) holds this rank's shards only"
+        )
         prepared = AcceleratedOptimizer(optimizer, scaler=GradScaler("cpu", **SCALER))
     scheduler = AcceleratedScheduler(schedule, prepared, split_batches=True)
     found = []
     for step in range(4):
         bad = math.inf if step in (1, 2) and rank() == world() - 1 else 1.0
-        prepared.scaler.scale(models.loss_of(model, *models.batch(step)) * bad).backward()
+        prepared.scaler.scale(
+            models.loss_of(model, *models.batch(step)) * bad
+        ).backward()
         prepared.step()
         scheduler.step()
         prepared.zero_grad()
@@ -520,7 +644,8 @@ def _skipped_by_accelerate(stage: int) -> list[tuple[bool, float]]:
 @pytest.mark.parametrize("at", (1, 2), ids="world{}".format)
 @in_stages
 def test_accelerate_knows_of_a_skipped_step(stage: int, at: int) -> None:
-    """L4: it sees whether the scaler has called step; its schedule waits on all ranks."""
+    """L4: it sees whether the scaler has called step; its schedule waits on all
+    ranks."""
     pytest.importorskip("accelerate")
     expected = [(False, 0.5), (True, 0.5), (True, 0.5), (False, 0.25)]
     assert ranks.run(at, _skipped_by_accelerate, stage) == [expected] * at

@@ -10,7 +10,8 @@ import ranks
 from foresight import Case
 
 EVERY = {2: 8, 4: 24}
-"""Of so many cases one is in the default suite, by size of the world; the whole grid takes ten minutes."""
+"""Of so many cases one is in the default suite, by size of the world; the whole grid
+takes ten minutes."""
 PEAK = 0.03
 
 
@@ -27,11 +28,15 @@ def grid(*, whole: bool) -> list[Case]:
 @functools.cache
 def done(world: int, *, whole: bool) -> ranks.Cases:
     cases = [case for case in grid(whole=whole) if case.world == world]
-    return ranks.run_cases(world, {str(case): functools.partial(foresight.in_earnest, case) for case in cases})
+    return ranks.run_cases(
+        world,
+        {str(case): functools.partial(foresight.in_earnest, case) for case in cases},
+    )
 
 
 def compare(case: Case, *, whole: bool) -> None:
-    """The log of collectives, persistent bytes and scratch to the byte; live bytes at the peak within 3 %."""
+    """The log of collectives, persistent bytes and scratch to the byte; live bytes at
+    the peak within 3 %."""
     found = done(case.world, whole=whole)[str(case)][-1]
     planned = foresight.in_rehearsal(case, case.world - 1)
     assert foresight.differences(planned["log"], found["log"]) == []
@@ -52,8 +57,11 @@ def test_a_rehearsal_is_as_the_run_in_every_case(case: Case) -> None:
 
 
 def test_all_ranks_log_the_same() -> None:
-    """So one rank speaks for all, in earnest; and a rehearsal of any rank is that of another."""
+    """So one rank speaks for all, in earnest; and a rehearsal of any rank is that of
+    another."""
     for case in grid(whole=False)[:5]:
-        first, *others = (result["log"] for result in done(case.world, whole=False)[str(case)])
+        first, *others = (
+            result["log"] for result in done(case.world, whole=False)[str(case)]
+        )
         assert all(other == first for other in others)
         assert foresight.in_rehearsal(case, 0) == foresight.in_rehearsal(case, 1)

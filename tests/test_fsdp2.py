@@ -1,7 +1,9 @@
-"""Beside FSDP2, live: the same scripts on the same ranks where it runs; what it refuses, and where it ends elsewhere.
+"""Beside FSDP2, live: the same scripts on the same ranks where it runs; what it
+refuses, and where it ends elsewhere.
 
-What is said of FSDP2 is asserted, so that a torch that mends one of these makes its test fail and say so. Most of it is
-documented there as what a user must not do, or must call.
+What is said of FSDP2 is asserted, so that a torch that mends one of these makes its
+test fail and say so. Most of it is documented there as what a user must not do, or must
+call.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from oracle import REDUCED_SUMS, Run, apart, differing, rank, sharded, whole, wo
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # a module returned a view
+# A module returned a view.
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 WORLD = 2
 MODES = {3: True, 2: False}
 """Our stage, and the `reshard_after_forward` that keeps as much."""
@@ -39,7 +42,11 @@ def shard_units(model: nn.Module, units: Any, **options: Any) -> nn.Module:
 
 def full(tensor: Tensor) -> Tensor:
     """Return a copy of all of a tensor."""
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+    return (
+        (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor)
+        .detach()
+        .clone()
+    )
 
 
 class Watched(Run):
@@ -54,7 +61,11 @@ class Watched(Run):
     def found(self) -> dict[str, Any]:
         """Return what both optimizers have."""
         result = self.result()
-        return {"params": result["params"], "seen": result["seen"], "losses": {"all": torch.stack(self.losses)}}
+        return {
+            "params": result["params"],
+            "seen": result["seen"],
+            "losses": {"all": torch.stack(self.losses)},
+        }
 
 
 class Fsdp2(Watched):
@@ -68,7 +79,9 @@ class Fsdp2(Watched):
         groups = options.pop("groups", lambda model: model.parameters())
         shard_units(self.model, self.model.blocks, reshard_after_forward=reshard)
         self.sharded = dict(self.model.named_parameters())
-        self.optimizer = torch.optim.AdamW(groups(self.model), lr=options.pop("lr", 1e-2), **options)
+        self.optimizer = torch.optim.AdamW(
+            groups(self.model), lr=options.pop("lr", 1e-2), **options
+        )
         self.seen: list[Tensor] = []
 
     @contextmanager
@@ -88,7 +101,9 @@ class Fsdp2(Watched):
 
     def clip(self, max_norm: float) -> None:
         """Clip by a call, and note the norm."""
-        self.seen.append(full(nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)))
+        self.seen.append(
+            full(nn.utils.clip_grad_norm_(self.model.parameters(), max_norm))
+        )
 
     def note_buffers(self) -> None:
         """Do nothing: it has no ledger."""
@@ -105,7 +120,12 @@ def a_branch_each(run: Run) -> None:
     """Ranks use different branches, of one size."""
     for step in range(3):
         run.optimizer.zero_grad()
-        run.backward(step, lambda of_rank, step=step: run.loss(step, of_rank, use=("left", "right")[of_rank]))
+        run.backward(
+            step,
+            lambda of_rank, step=step: run.loss(
+                step, of_rank, use=("left", "right")[of_rank]
+            ),
+        )
         run.step()
 
 
@@ -144,24 +164,52 @@ def played_live(names: Any) -> ranks.Cases:
 
 in_modes = pytest.mark.parametrize("stage", MODES, ids="stage{}".format)
 
-# ---------------------------------------------------------------------- where FSDP2 runs
+# --------------------------------------------------------------------- where FSDP2 runs
 
 SOME = (
-    "zero_grad_sets_to_none", "never_zeroed_accumulates", "several_backwards_accumulate", "no_sync_but_for_the_last",
-    "used_only_under_no_sync", "unused_on_all_ranks_is_left_alone", "a_unit_is_skipped_and_the_order_changes",
-    "a_unit_is_used_twice", "two_forwards_one_backward", "a_frozen_parameter_stays", "checkpoint_with_accumulation",
-    "evaluation_between_backwards", "clip_grad_norm", "groups_inside_one_bucket",
-)  # fmt: skip
+    "zero_grad_sets_to_none",
+    "never_zeroed_accumulates",
+    "several_backwards_accumulate",
+    "no_sync_but_for_the_last",
+    "used_only_under_no_sync",
+    "unused_on_all_ranks_is_left_alone",
+    "a_unit_is_skipped_and_the_order_changes",
+    "a_unit_is_used_twice",
+    "two_forwards_one_backward",
+    "a_frozen_parameter_stays",
+    "checkpoint_with_accumulation",
+    "evaluation_between_backwards",
+    "clip_grad_norm",
+    "groups_inside_one_bucket",
+)
 REST = (
-    "zero_grad_in_place", "zeroed_after_the_step", "model_zero_grad", "zeroed_in_place_and_stepped_decays_only",
-    "zeroed_to_none_and_stepped_does_nothing", "zeroed_between_backward_and_step", "one_parameter_zeroed_by_hand",
-    "clipped_then_dropped", "one_gradient_dropped_before_the_step", "step_twice_without_backward",
-    "step_before_any_backward", "number_of_backwards_changes", "no_sync_never_zeroed",
-    "backward_by_parts_of_one_graph", "blocks_called_directly", "checkpoint_reentrant", "checkpoint_not_reentrant",
-    "checkpoint_not_reentrant_used_twice", "closure", "scheduler_lambda", "scheduler_one_cycle_moves_betas",
-    "scheduler_cosine", "exception_in_forward", "max_grad_norm", "clip_once_does_not_last",
+    "zero_grad_in_place",
+    "zeroed_after_the_step",
+    "model_zero_grad",
+    "zeroed_in_place_and_stepped_decays_only",
+    "zeroed_to_none_and_stepped_does_nothing",
+    "zeroed_between_backward_and_step",
+    "one_parameter_zeroed_by_hand",
+    "clipped_then_dropped",
+    "one_gradient_dropped_before_the_step",
+    "step_twice_without_backward",
+    "step_before_any_backward",
+    "number_of_backwards_changes",
+    "no_sync_never_zeroed",
+    "backward_by_parts_of_one_graph",
+    "blocks_called_directly",
+    "checkpoint_reentrant",
+    "checkpoint_not_reentrant",
+    "checkpoint_not_reentrant_used_twice",
+    "closure",
+    "scheduler_lambda",
+    "scheduler_one_cycle_moves_betas",
+    "scheduler_cosine",
+    "exception_in_forward",
+    "max_grad_norm",
+    "clip_once_does_not_last",
     "clip_with_accumulation_and_an_unused_branch",
-)  # fmt: skip
+)
 
 
 @functools.cache
@@ -171,11 +219,15 @@ def live(names: tuple[str, ...]) -> ranks.Cases:
 
 
 @in_modes
-@pytest.mark.parametrize("name", [*SOME, *(pytest.param(name, marks=pytest.mark.long) for name in REST)])
+@pytest.mark.parametrize(
+    "name", [*SOME, *(pytest.param(name, marks=pytest.mark.long) for name in REST)]
+)
 def test_trains_as_fsdp2_does(name: str, stage: int) -> None:
     """Losses, norms and parameters agree on every rank."""
     cases = live(SOME if name in SOME else REST)
-    for ours, theirs in zip(cases[name, stage, True], cases[name, stage, False], strict=True):
+    for ours, theirs in zip(
+        cases[name, stage, True], cases[name, stage, False], strict=True
+    ):
         assert ours["losses"]["all"].numel() > 1 or name == "step_before_any_backward"
         for part in ("losses", "seen", "params"):
             assert apart(ours[part], theirs[part]) == {}, part
@@ -186,45 +238,76 @@ def _bf16(ours: bool) -> dict[str, Any]:
     if ours:
         optimizer = sharded(model, 3, lr=1e-2)
     else:
-        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        precision = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        )
         shard_units(model.float(), model.blocks, mp_policy=precision)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(6):
         optimizer.zero_grad()
-        loss = models.loss_of(model, *(models.share(t, rank(), world()) for t in models.batch(step)))
+        loss = models.loss_of(
+            model, *(models.share(t, rank(), world()) for t in models.batch(step))
+        )
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    return {"losses": torch.stack(losses), "params": whole(model, optimizer) if ours else {}}
+    return {
+        "losses": torch.stack(losses),
+        "params": whole(model, optimizer) if ours else {},
+    }
 
 
 def test_bf16_with_fp32_masters_trains_as_fsdp2s_mixed_precision() -> None:
-    """The same arithmetic: bf16 gradients, summed in fp32. A last bit of an update may still turn a bf16 weight."""
-    cases = ranks.run_cases(WORLD, {ours: functools.partial(_bf16, ours) for ours in (True, False)})
+    """The same arithmetic: bf16 gradients, summed in fp32. A last bit of an update may
+    still turn a bf16 weight."""
+    cases = ranks.run_cases(
+        WORLD, {ours: functools.partial(_bf16, ours) for ours in (True, False)}
+    )
     for ours, theirs in zip(cases[True], cases[False], strict=True):
         torch.testing.assert_close(ours["losses"], theirs["losses"], rtol=1e-3, atol=0)
 
 
-# ---------------------------------------------------------------------- where its result is another
+# ---------------------------------------------------------- where its result is another
 
 WRONG: dict[tuple[str, int], str] = {
-    **{("a_branch_each", stage): "one branch's gradients are added to the other's, being as many" for stage in MODES},
     **{
-        (name, stage): "what no_sync left unreduced is not reduced at the step, which then does nothing or too little"
+        (
+            "a_branch_each",
+            stage,
+        ): "one branch's gradients are added to the other's, being as many"
+        for stage in MODES
+    },
+    **{
+        (
+            name,
+            stage,
+        ): (
+            "what no_sync left unreduced is not reduced at the step, which then does"
+            " nothing or too little"
+        )
         for name in ("no_sync_around_all_backwards", "no_sync_after_a_reduced_backward")
         for stage in MODES
     },
     **{
-        ("zeroed_in_place_after_a_backward_that_added_to_a_reduced_gradient", stage): "zero_grad does not reach them"
+        (
+            "zeroed_in_place_after_a_backward_that_added_to_a_reduced_gradient",
+            stage,
+        ): "zero_grad does not reach them"
         for stage in MODES
     },
     **{
-        ("checkpoint_reentrant_used_twice", stage): "the second recomputation is not told of by a hook"
+        (
+            "checkpoint_reentrant_used_twice",
+            stage,
+        ): "the second recomputation is not told of by a hook"
         for stage in MODES
     },
     **{
-        (name, stage): "after an exception in backward the caller must call reset_iter_state"
+        (
+            name,
+            stage,
+        ): "after an exception in backward the caller must call reset_iter_state"
         for name in (
             "exception_in_backward",
             "exception_in_recomputation",
@@ -232,7 +315,10 @@ WRONG: dict[tuple[str, int], str] = {
         )
         for stage in MODES
     },
-    ("evaluation_between_steps", 2): "weights that a forward without backward left whole are not those of the update",
+    (
+        "evaluation_between_steps",
+        2,
+    ): "weights that a forward without backward left whole are not those of the update",
 }
 """Script and stage, and why FSDP2 silently ends elsewhere."""
 
@@ -245,14 +331,19 @@ def elsewhere() -> ranks.Cases:
 
 @pytest.mark.parametrize("key", WRONG, ids=lambda key: f"{key[0]}-stage{key[1]}")
 def test_agrees_with_torch_where_fsdp2_does_not(key: tuple[str, int]) -> None:
-    """A14, B6, B7, B20, B29, F15: FSDP2's parameters are not those of one process, and it does not say so."""
+    """A14, B6, B7, B20, B29, F15: FSDP2's parameters are not those of one process, and
+    it does not say so."""
     expected = reference(key[0])
-    for ours, theirs in zip(elsewhere()[(*key, True)], elsewhere()[(*key, False)], strict=True):
+    for ours, theirs in zip(
+        elsewhere()[(*key, True)], elsewhere()[(*key, False)], strict=True
+    ):
         assert apart(ours["params"], expected["params"]) == {}
-        assert apart(theirs["params"], expected["params"], 100 * REDUCED_SUMS) != {}, f"FSDP2 agrees now: {WRONG[key]}"
+        assert apart(theirs["params"], expected["params"], 100 * REDUCED_SUMS) != {}, (
+            f"FSDP2 agrees now: {WRONG[key]}"
+        )
 
 
-# ---------------------------------------------------------------------- where it ends the process
+# ------------------------------------------------------------ where it ends the process
 
 ABORTS = ("unused_on_one_rank_counts_as_zeros", "used_on_one_rank_only")
 
@@ -283,13 +374,18 @@ def when_ranks_differ() -> ranks.Cases:
 
 @in_modes
 @pytest.mark.parametrize("name", ABORTS)
-def test_a_parameter_that_one_rank_leaves_out_is_zeros_and_fsdp2_aborts(name: str, stage: int) -> None:
-    """B6: the sizes of its reduce-scatter differ, which gloo ends the process for, unless it was told of them."""
+def test_a_parameter_that_one_rank_leaves_out_is_zeros_and_fsdp2_aborts(
+    name: str, stage: int
+) -> None:
+    """B6: the sizes of its reduce-scatter differ, which gloo ends the process for,
+    unless it was told of them."""
     with pytest.raises(ranks.RankError, match=r"exit code -6|gloo"):
         ranks.run(WORLD, _play_and_abort, name, stage)
     expected = reference(name)
     cases = when_ranks_differ()
-    for ours, told in zip(cases[name, stage, True], cases[name, stage, False], strict=True):
+    for ours, told in zip(
+        cases[name, stage, True], cases[name, stage, False], strict=True
+    ):
         assert apart(ours["params"], expected["params"]) == {}
         assert apart(told["params"], expected["params"]) == {}
 
@@ -319,7 +415,9 @@ def _train_with_fsdp2(name: str) -> str | dict[str, Tensor]:
         optimizer = torch.optim.AdamW(params.values(), lr=1e-2)
         for step in range(3):
             optimizer.zero_grad()
-            test_odd_models.loss_of(model(test_odd_models.rows(step).chunk(world())[rank()])).backward()
+            test_odd_models.loss_of(
+                model(test_odd_models.rows(step).chunk(world())[rank()])
+            ).backward()
             optimizer.step()
     except (ValueError, NotImplementedError, AssertionError, RuntimeError) as error:
         return str(error)
@@ -328,7 +426,8 @@ def _train_with_fsdp2(name: str) -> str | dict[str, Tensor]:
 
 def _odd_cases() -> dict[Any, Callable[[], Any]]:
     cases: dict[Any, Callable[[], Any]] = {
-        (name, "FSDP2"): functools.partial(_train_with_fsdp2, name) for name in test_odd_models.MODELS
+        (name, "FSDP2"): functools.partial(_train_with_fsdp2, name)
+        for name in test_odd_models.MODELS
     }
     for name in REFUSES:
         for stage in MODES:
@@ -348,12 +447,19 @@ def test_trains_what_fsdp2_refuses(name: str, stage: int) -> None:
     """D4, D6, D11, D19, D20, D23."""
     expected = test_odd_models.reference(name, WORLD)
     for message, ours in zip(odd()[name, "FSDP2"], odd()[name, stage], strict=True):
-        assert isinstance(message, str) and REFUSES[name] in message, "FSDP2 trains it now"
-        assert apart(ours["params"], expected["params"], DIFFERENT_SUMS.get(name, 1e-5)) == {}
+        assert isinstance(message, str) and REFUSES[name] in message, (
+            "FSDP2 trains it now"
+        )
+        assert (
+            apart(ours["params"], expected["params"], DIFFERENT_SUMS.get(name, 1e-5))
+            == {}
+        )
         assert differing(ours["params"], ours["start"]) != []
 
 
-@pytest.mark.parametrize("name", [name for name in test_odd_models.MODELS if name not in REFUSES])
+@pytest.mark.parametrize(
+    "name", [name for name in test_odd_models.MODELS if name not in REFUSES]
+)
 def test_fsdp2_trains_the_other_odd_models(name: str) -> None:
     """So what is above is a list and not a selection; ours are in test_odd_models."""
     expected = test_odd_models.reference(name, WORLD)
@@ -396,7 +502,11 @@ class ChangesViews(nn.Module):
 def _change_views(stage: int | None) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = ChangesViews()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2) if stage is None else sharded(model, stage, lr=1e-2)
+    optimizer = (
+        torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if stage is None
+        else sharded(model, stage, lr=1e-2)
+    )
     for step in range(3):
         optimizer.zero_grad()
         chunks = test_odd_models.rows(step).chunk(WORLD)
@@ -410,11 +520,14 @@ def _change_views(stage: int | None) -> dict[str, Tensor]:
 @functools.cache
 def views() -> ranks.Cases:
     """Train in every stage."""
-    return ranks.run_cases(WORLD, {stage: functools.partial(_change_views, stage) for stage in (1, 2, 3)})
+    return ranks.run_cases(
+        WORLD, {stage: functools.partial(_change_views, stage) for stage in (1, 2, 3)}
+    )
 
 
 @pytest.mark.parametrize("stage", (1, 2, 3), ids="stage{}".format)
 def test_a_view_that_a_unit_returned_may_be_changed_in_place(stage: int) -> None:
-    """A view that is changed leaves its node in the graph, and a hook with it. FSDP2 warns of wrong gradients."""
+    """A view that is changed leaves its node in the graph, and a hook with it. FSDP2
+    warns of wrong gradients."""
     for params in views()[stage]:
         assert apart(params, _change_views(None)) == {}

@@ -1,4 +1,5 @@
-"""Gradients mean what they mean in torch: a script runs on torch's AdamW and on every stage and world; all agree."""
+"""Gradients mean what they mean in torch: a script runs on torch's AdamW and on every
+stage and world; all agree."""
 
 from __future__ import annotations
 
@@ -125,12 +126,13 @@ def one_parameter_zeroed_by_hand(run: Run) -> None:
         run.model.head.bias.grad.zero_()
 
 
-# ---------------------------------------------------------------------- clipping, then something else
+# -------------------------------------------------------- clipping, then something else
 
 
 @script()
 def clipped_then_dropped(run: Run) -> None:
-    """A step that the user leaves out after a look at the norm, and one without clipping after it."""
+    """A step that the user leaves out after a look at the norm, and one without
+    clipping after it."""
     for step in range(3):
         run.optimizer.zero_grad()
         run.backward(step)
@@ -145,14 +147,19 @@ def clipped_then_dropped(run: Run) -> None:
 
 
 def _hand(shape: torch.Size, step: int, rank: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(100 * step + rank))
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(100 * step + rank)
+    )
 
 
 @script()
 def every_gradient_set_by_hand(run: Run) -> None:
     for step in range(3):
         for name, param in run.model.named_parameters():
-            run.set_gradient(name, lambda rank, shape=param.shape, step=step: _hand(shape, step, rank))
+            run.set_gradient(
+                name,
+                lambda rank, shape=param.shape, step=step: _hand(shape, step, rank),
+            )
         run.step()
 
 
@@ -161,7 +168,10 @@ def one_gradient_replaced_after_backward(run: Run) -> None:
     for step in range(3):
         run.optimizer.zero_grad()
         run.backward(step)
-        run.set_gradient("head.bias", lambda rank, step=step: _hand(run.model.head.bias.shape, step, rank))
+        run.set_gradient(
+            "head.bias",
+            lambda rank, step=step: _hand(run.model.head.bias.shape, step, rank),
+        )
         run.step()
 
 
@@ -175,7 +185,7 @@ def one_gradient_dropped_before_the_step(run: Run) -> None:
         run.step()
 
 
-# ---------------------------------------------------------------------- steps and backwards
+# ------------------------------------------------------------------ steps and backwards
 
 
 @script()
@@ -206,7 +216,8 @@ def several_backwards_accumulate(run: Run) -> None:
 
 @script()
 def number_of_backwards_changes(run: Run) -> None:
-    """Stage 1 foresees the last backward from the step before; a wrong guess must cost traffic only."""
+    """Stage 1 foresees the last backward from the step before; a wrong guess must cost
+    traffic only."""
     for step, micros in enumerate((1, 3, 2, 1, 1, 2)):
         run.optimizer.zero_grad()
         for micro in range(micros):
@@ -294,7 +305,12 @@ def unused_on_one_rank_counts_as_zeros(run: Run) -> None:
     """B6: the last rank does not use the right branch."""
     for step in range(3):
         run.optimizer.zero_grad()
-        run.backward(step, lambda rank, step=step: run.loss(step, rank, use="left" if rank == 0 else "both"))
+        run.backward(
+            step,
+            lambda rank, step=step: run.loss(
+                step, rank, use="left" if rank == 0 else "both"
+            ),
+        )
         run.step()
 
 
@@ -303,7 +319,10 @@ def used_on_one_rank_only(run: Run) -> None:
     for step in range(3):
         run.optimizer.zero_grad()
         run.backward(
-            step, lambda rank, step=step: run.loss(step, rank, use="both" if rank == run.ranks - 1 else "left")
+            step,
+            lambda rank, step=step: run.loss(
+                step, rank, use="both" if rank == run.ranks - 1 else "left"
+            ),
         )
         run.step()
 
@@ -312,14 +331,25 @@ def _accumulate_where_one_rank_uses_nothing(run: Run, *, zero: bool) -> None:
     for step in range(3):
         if zero:
             run.optimizer.zero_grad()
-        run.backward(10 * step, lambda rank: run.loss(10 * step, rank, use="none" if rank else "both"))  # noqa: B023
-        run.backward(10 * step + 1, lambda rank: run.loss(10 * step + 1, rank, use="both" if rank else "none"))  # noqa: B023
+        run.backward(
+            10 * step,
+            lambda rank, step=step: run.loss(
+                10 * step, rank, use="none" if rank else "both"
+            ),
+        )
+        run.backward(
+            10 * step + 1,
+            lambda rank, step=step: run.loss(
+                10 * step + 1, rank, use="both" if rank else "none"
+            ),
+        )
         run.step()
 
 
 @script(buckets=zerokern.Buckets(bytes=1))
 def a_bucket_is_unused_on_one_rank_in_each_of_two_backwards(run: Run) -> None:
-    """B7's kind: such a rank has no p.grad that could tell whether the others' contributions are still wanted."""
+    """B7's kind: such a rank has no p.grad that could tell whether the others'
+    contributions are still wanted."""
     _accumulate_where_one_rank_uses_nothing(run, zero=True)
 
 
@@ -351,7 +381,12 @@ def two_forwards_one_backward(run: Run) -> None:
     """B13."""
     for step in range(3):
         run.optimizer.zero_grad()
-        run.backward(step, lambda rank, step=step: run.loss(2 * step, rank) + run.loss(2 * step + 1, rank))
+        run.backward(
+            step,
+            lambda rank, step=step: (
+                run.loss(2 * step, rank) + run.loss(2 * step + 1, rank)
+            ),
+        )
         run.step()
 
 
@@ -380,7 +415,7 @@ def blocks_called_directly(run: Run) -> None:
     run.step()
 
 
-# ---------------------------------------------------------------------- checkpointing (B15, B20, B24, B25)
+# --------------------------------------------------- checkpointing (B15, B20, B24, B25)
 
 
 def _checkpointed(run: Run, reentrant: bool) -> None:
@@ -446,7 +481,9 @@ def closure(run: Run) -> None:
         run.seen.append(run.optimizer.step(compute))
 
 
-def _scheduled(run: Run, make: Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]) -> None:
+def _scheduled(
+    run: Run, make: Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]
+) -> None:
     scheduler = make(run.optimizer)
     for step in range(4):
         run.optimizer.zero_grad()
@@ -458,17 +495,29 @@ def _scheduled(run: Run, make: Callable[[torch.optim.Optimizer], lr_scheduler.LR
 
 @script()
 def scheduler_lambda(run: Run) -> None:
-    _scheduled(run, lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (step + 1)))
+    _scheduled(
+        run,
+        lambda optimizer: lr_scheduler.LambdaLR(
+            optimizer, lambda step: 1.0 / (step + 1)
+        ),
+    )
 
 
 @script()
 def scheduler_one_cycle_moves_betas(run: Run) -> None:
-    _scheduled(run, lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=6))
+    _scheduled(
+        run,
+        lambda optimizer: lr_scheduler.OneCycleLR(
+            optimizer, max_lr=0.02, total_steps=6
+        ),
+    )
 
 
 @script()
 def scheduler_cosine(run: Run) -> None:
-    _scheduled(run, lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=5))
+    _scheduled(
+        run, lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=5)
+    )
 
 
 @script()
@@ -553,7 +602,7 @@ def exception_in_reentrant_recomputation(run: Run) -> None:
     _failing(run, lambda: run.model.blocks[0].up.register_forward_hook(second_time))
 
 
-# ---------------------------------------------------------------------- not finite (E13, E17)
+# ---------------------------------------------------------------- not finite (E13, E17)
 
 
 def _with_bad_gradient(run: Run, value: float) -> None:
@@ -561,7 +610,10 @@ def _with_bad_gradient(run: Run, value: float) -> None:
     run.step()
     run.optimizer.zero_grad()
     if not run.torch:
-        run.backward(1, lambda rank: run.loss(1, rank) * (value if rank == run.ranks - 1 else 1.0))
+        run.backward(
+            1,
+            lambda rank: run.loss(1, rank) * (value if rank == run.ranks - 1 else 1.0),
+        )
         run.step()
     for step in range(2, 4):
         run.optimizer.zero_grad()
@@ -584,7 +636,7 @@ def nan_on_one_rank_skips_all_with_clipping(run: Run) -> None:
     _with_bad_gradient(run, math.nan)
 
 
-# ---------------------------------------------------------------------- clipping (E5, E8, E9)
+# ---------------------------------------------------------------- clipping (E5, E8, E9)
 
 
 @script(max_grad_norm=0.3)
@@ -627,8 +679,17 @@ def clip_with_accumulation_and_an_unused_branch(run: Run) -> None:
 
 @script(
     groups=lambda model: [
-        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.3, "betas": (0.8, 0.95)},
-        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0, "lr": 3e-2, "eps": 1e-5},
+        {
+            "params": [p for p in model.parameters() if p.dim() > 1],
+            "weight_decay": 0.3,
+            "betas": (0.8, 0.95),
+        },
+        {
+            "params": [p for p in model.parameters() if p.dim() < 2],
+            "weight_decay": 0.0,
+            "lr": 3e-2,
+            "eps": 1e-5,
+        },
     ]
 )
 def groups_inside_one_bucket(run: Run) -> None:
@@ -663,45 +724,72 @@ def reference(name: str, world: int) -> dict[str, Any]:
 def played(request: pytest.FixtureRequest) -> tuple[int, ranks.Cases]:
     """All scripts in all stages, on one group of ranks."""
     world = request.param
-    cases = {(name, stage): functools.partial(play, name, stage, world) for name in SCRIPTS for stage in STAGES}
+    cases = {
+        (name, stage): functools.partial(play, name, stage, world)
+        for name in SCRIPTS
+        for stage in STAGES
+    }
     return world, ranks.run_cases(world, cases)
 
 
 @pytest.mark.parametrize("stage", STAGES, ids="stage{}".format)
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_agrees_with_torch(played: tuple[int, ranks.Cases], name: str, stage: int) -> None:
-    """Parameters, moments, step counters and whatever the script observed, on every rank."""
+def test_agrees_with_torch(
+    played: tuple[int, ranks.Cases], name: str, stage: int
+) -> None:
+    """Parameters, moments, step counters and whatever the script observed, on every
+    rank."""
     world, cases = played
     expected = reference(name, world)
     for result in cases[name, stage]:
         assert apart(result["params"], expected["params"]) == {}
-        ours = {key: value for key, value in result["state"].items() if key in expected["state"] or value.any()}
-        assert apart(ours, expected["state"], limit=1e-4) == {}  # squares double a relative difference
+        ours = {
+            key: value
+            for key, value in result["state"].items()
+            if key in expected["state"] or value.any()
+        }
+        # Squares double a relative difference.
+        assert apart(ours, expected["state"], limit=1e-4) == {}
         assert apart(result["seen"], expected["seen"]) == {}
 
 
 @pytest.mark.parametrize("stage", STAGES, ids="stage{}".format)
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_leaves_no_scratch_memory(played: tuple[int, ranks.Cases], name: str, stage: int) -> None:
-    """Nothing gathered and no bucket stays, after each step and each evaluation (C1, C8)."""
+def test_leaves_no_scratch_memory(
+    played: tuple[int, ranks.Cases], name: str, stage: int
+) -> None:
+    """Nothing gathered and no bucket stays, after each step and each evaluation (C1,
+    C8)."""
     _, cases = played
-    assert [result["buffers"] for result in cases[name, stage] if any(result["buffers"])] == []
+    assert [
+        result["buffers"] for result in cases[name, stage] if any(result["buffers"])
+    ] == []
 
 
 @pytest.mark.parametrize("stage", STAGES, ids="stage{}".format)
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if "_skips_all" in name])
-def test_a_skipped_step_is_counted_on_every_rank(played: tuple[int, ranks.Cases], name: str, stage: int) -> None:
+def test_a_skipped_step_is_counted_on_every_rank(
+    played: tuple[int, ranks.Cases], name: str, stage: int
+) -> None:
     _, cases = played
     assert {result["skipped"] for result in cases[name, stage]} == {1}
 
 
-@pytest.mark.parametrize("name", ["zero_grad_sets_to_none", "checkpoint_reentrant", "checkpoint_not_reentrant"])
-def test_stage3_gathers_each_unit_twice_per_step(played: tuple[int, ranks.Cases], name: str) -> None:
-    """B25: once for the forward, once for the backward; a checkpoint's recomputation shares the latter's."""
+@pytest.mark.parametrize(
+    "name",
+    ["zero_grad_sets_to_none", "checkpoint_reentrant", "checkpoint_not_reentrant"],
+)
+def test_stage3_gathers_each_unit_twice_per_step(
+    played: tuple[int, ranks.Cases], name: str
+) -> None:
+    """B25: once for the forward, once for the backward; a checkpoint's recomputation
+    shares the latter's."""
     world, cases = played
     for result in cases[name, 3]:
         gathers = Counter(
-            call.unit for call in result["log"] if call.op == "all_gather" and call.step == 2 and call.phase != "step"
+            call.unit
+            for call in result["log"]
+            if call.op == "all_gather" and call.step == 2 and call.phase != "step"
         )
         by_training = {unit: count for unit, count in gathers.items() if count}
         units = {"blocks.0", "blocks.1", "blocks.2", "root"} if world > 1 else set()
@@ -709,19 +797,29 @@ def test_stage3_gathers_each_unit_twice_per_step(played: tuple[int, ranks.Cases]
 
 
 @pytest.mark.parametrize("stage", (1, 2), ids="stage{}".format)
-def test_checkpointing_adds_no_gathers(played: tuple[int, ranks.Cases], stage: int) -> None:
+def test_checkpointing_adds_no_gathers(
+    played: tuple[int, ranks.Cases], stage: int
+) -> None:
     """B26."""
     _, cases = played
     for plain, checkpointed in zip(
-        cases["zero_grad_sets_to_none", stage], cases["checkpoint_reentrant", stage], strict=True
+        cases["zero_grad_sets_to_none", stage],
+        cases["checkpoint_reentrant", stage],
+        strict=True,
     ):
-        assert [call[:6] for call in plain["log"]] == [call[:6] for call in checkpointed["log"]]
+        assert [call[:6] for call in plain["log"]] == [
+            call[:6] for call in checkpointed["log"]
+        ]
 
 
 @pytest.mark.parametrize("stage", STAGES, ids="stage{}".format)
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_ranks_log_the_same_collectives(played: tuple[int, ranks.Cases], name: str, stage: int) -> None:
+def test_ranks_log_the_same_collectives(
+    played: tuple[int, ranks.Cases], name: str, stage: int
+) -> None:
     """B27: one global order, also when the ranks' graphs differ."""
     _, cases = played
-    first, *others = ([call[:4] for call in result["log"]] for result in cases[name, stage])
+    first, *others = (
+        [call[:4] for call in result["log"]] for result in cases[name, stage]
+    )
     assert [other for other in others if other != first] == []

@@ -1,4 +1,5 @@
-"""Sharding over a part of the ranks: a process group of two, or one dimension of a mesh."""
+"""Sharding over a part of the ranks: a process group of two, or one dimension of a
+mesh."""
 
 from __future__ import annotations
 
@@ -15,10 +16,14 @@ STAGES = (1, 2, 3)
 STEPS = 3
 
 
-def _train(stage: int, first_step: int, rank: int, world: int, **options: object) -> tuple[list[Tensor], set[int]]:
+def _train(
+    stage: int, first_step: int, rank: int, world: int, **options: object
+) -> tuple[list[Tensor], set[int]]:
     """Return the weights, and the group sizes in the log."""
     model = models.toy()
-    optimizer = zerokern.AdamW(model.parameters(), lr=1e-2, stage=stage, model=model, **options)
+    optimizer = zerokern.AdamW(
+        model.parameters(), lr=1e-2, stage=stage, model=model, **options
+    )
     for step in range(first_step, first_step + STEPS):
         tokens, targets = (models.share(t, rank, world) for t in models.batch(step))
         models.loss_of(model, tokens, targets).backward()
@@ -30,7 +35,8 @@ def _train(stage: int, first_step: int, rank: int, world: int, **options: object
 
 
 def _alone(first_step: int) -> list[Tensor]:
-    """Return what a world of two gets on the batches of one pair, computed by two ranks of the default group."""
+    """Return what a world of two gets on the batches of one pair, computed by two ranks
+    of the default group."""
     return ranks.run(2, lambda: _train(1, first_step, dist.get_rank(), 2))[0][0]
 
 
@@ -38,7 +44,11 @@ def _in_pairs(how: str) -> dict[int, tuple[list[Tensor], set[int]]]:
     """Ranks 0, 2 and ranks 1, 3 train apart, each pair on batches of its own."""
     pair, place = dist.get_rank() % 2, dist.get_rank() // 2
     if how == "mesh":
-        options = {"mesh": dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replicate"))["shard"]}
+        options = {
+            "mesh": dist.init_device_mesh(
+                "cpu", (2, 2), mesh_dim_names=("shard", "replicate")
+            )["shard"]
+        }
     else:
         groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
         options = {"process_group": groups[pair]}
@@ -46,7 +56,9 @@ def _in_pairs(how: str) -> dict[int, tuple[list[Tensor], set[int]]]:
 
 
 @pytest.fixture(scope="module", params=["process_group", "mesh"])
-def pairs(request: pytest.FixtureRequest) -> list[dict[int, tuple[list[Tensor], set[int]]]]:
+def pairs(
+    request: pytest.FixtureRequest,
+) -> list[dict[int, tuple[list[Tensor], set[int]]]]:
     return ranks.run(4, _in_pairs, request.param)
 
 
@@ -56,7 +68,9 @@ def expected() -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_each_group_trains_by_itself(pairs: list, expected: list[list[Tensor]], stage: int) -> None:
+def test_each_group_trains_by_itself(
+    pairs: list, expected: list[list[Tensor]], stage: int
+) -> None:
     for rank, result in enumerate(pairs):
         weights, groups = result[stage]
         assert groups == {2}

@@ -1,4 +1,5 @@
-"""Models built on the meta device: stage 3 makes their parameters unit by unit, and no rank ever holds all of them."""
+"""Models built on the meta device: stage 3 makes their parameters unit by unit, and no
+rank ever holds all of them."""
 
 from __future__ import annotations
 
@@ -48,9 +49,13 @@ def steps(model: nn.Module, optimizer: Any, count: int = 2) -> dict[str, Tensor]
     """Train; return parameters and buffers."""
     for step in range(count):
         optimizer.zero_grad()
-        models.loss_of(model, *(models.share(t, rank(), 2) for t in models.batch(step))).backward()
+        models.loss_of(
+            model, *(models.share(t, rank(), 2) for t in models.batch(step))
+        ).backward()
         optimizer.step()
-    return whole(model, optimizer) | {name: b.clone() for name, b in model.named_buffers()}
+    return whole(model, optimizer) | {
+        name: b.clone() for name, b in model.named_buffers()
+    }
 
 
 def by_function(stage: int, tied: bool) -> dict[str, Any]:
@@ -59,7 +64,9 @@ def by_function(stage: int, tied: bool) -> dict[str, Any]:
     params = list(model.parameters())
     optimizer = zerokern.AdamW(params, stage=stage, model=model, init=ones, lr=1e-2)
     same_objects = all(a is b for a, b in zip(params, model.parameters(), strict=True))
-    same_objects &= all(a is b for a, b in zip(params, optimizer.param_groups[0]["params"], strict=True))
+    same_objects &= all(
+        a is b for a, b in zip(params, optimizer.param_groups[0]["params"], strict=True)
+    )
     plain = Normed(tied=tied)
     with torch.no_grad():
         for module in plain.modules():
@@ -75,7 +82,8 @@ def by_function(stage: int, tied: bool) -> dict[str, Any]:
 
 
 def by_reset(stage: int, seed_of_rank: bool) -> dict[str, Tensor]:
-    """Initialise by reset_parameters, with the ranks' generators in the same or in different states."""
+    """Initialise by reset_parameters, with the ranks' generators in the same or in
+    different states."""
     torch.manual_seed(rank() if seed_of_rank else 0)
     model = on_meta()
     optimizer = zerokern.AdamW(model.parameters(), stage=stage, model=model)
@@ -83,7 +91,8 @@ def by_reset(stage: int, seed_of_rank: bool) -> dict[str, Tensor]:
 
 
 class Lazy(Mapping[str, Tensor]):
-    """A mapping that counts what it was asked for, and how much of it is alive at a time."""
+    """A mapping that counts what it was asked for, and how much of it is alive at a
+    time."""
 
     def __init__(self, state: dict[str, Tensor]) -> None:
         self.state, self.asked = state, []
@@ -100,7 +109,8 @@ class Lazy(Mapping[str, Tensor]):
 
 
 def by_mapping(stage: int, folder: str) -> list[str]:
-    """Load from a mapping and from a safetensors file; return what differs from the model that was saved."""
+    """Load from a mapping and from a safetensors file; return what differs from the
+    model that was saved."""
     torch.manual_seed(3)
     saved = Normed()
     saved.norm.running_mean.normal_()
@@ -112,25 +122,40 @@ def by_mapping(stage: int, folder: str) -> list[str]:
     with safe_open(path, "pt") as file:
         for source in (lazy, file):
             model = on_meta()
-            optimizer = zerokern.AdamW(model.parameters(), stage=stage, model=model, init=source)
-            now = whole(model, optimizer) | {name: b.clone() for name, b in model.named_buffers()}
-            found += differing(now, {name: tensor.clone() for name, tensor in state.items()})
+            optimizer = zerokern.AdamW(
+                model.parameters(), stage=stage, model=model, init=source
+            )
+            now = whole(model, optimizer) | {
+                name: b.clone() for name, b in model.named_buffers()
+            }
+            found += differing(
+                now, {name: tensor.clone() for name, tensor in state.items()}
+            )
     found += [name for name in state if lazy.asked.count(name) != 1]
     return found
 
 
 def peak() -> tuple[int, int]:
-    """Return the most parameter bytes that lived at a time while a model of 8 blocks was made, and all of them."""
+    """Return the most parameter bytes that lived at a time while a model of 8 blocks
+    was made, and all of them."""
     seen = []
 
     def init(module: nn.Module) -> None:
         ones(module)
-        seen.append(sum(p.untyped_storage().nbytes() for p in model.parameters() if not p.is_meta))
+        seen.append(
+            sum(
+                p.untyped_storage().nbytes()
+                for p in model.parameters()
+                if not p.is_meta
+            )
+        )
 
     with torch.device("meta"):
         model = models.Gpt(width=64, layers=8)
     optimizer = zerokern.AdamW(model.parameters(), stage=3, model=model, init=init)
-    return max(seen) + optimizer.memory().parameters, sum(4 * p.numel() for p in model.parameters())
+    return max(seen) + optimizer.memory().parameters, sum(
+        4 * p.numel() for p in model.parameters()
+    )
 
 
 def refused(stage: int) -> list[str]:
@@ -165,15 +190,23 @@ def refused(stage: int) -> list[str]:
 def made(world: int, folder: str) -> ranks.Cases:
     cases: dict[Any, Any] = {"peak": peak}
     for stage in STAGES:
-        cases |= {("function", stage, tied): functools.partial(by_function, stage, tied) for tied in (False, True)}
-        cases |= {("reset", stage, own): functools.partial(by_reset, stage, own) for own in (False, True)}
+        cases |= {
+            ("function", stage, tied): functools.partial(by_function, stage, tied)
+            for tied in (False, True)
+        }
+        cases |= {
+            ("reset", stage, own): functools.partial(by_reset, stage, own)
+            for own in (False, True)
+        }
         cases["mapping", stage] = functools.partial(by_mapping, stage, folder)
         cases["refused", stage] = functools.partial(refused, stage)
     return ranks.run_cases(world, cases)
 
 
 @pytest.fixture(scope="module", params=(1, 2), ids="world{}".format)
-def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ranks.Cases:
+def cases(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> ranks.Cases:
     return made(request.param, str(tmp_path_factory.mktemp("saved")))
 
 
@@ -182,7 +215,9 @@ in_stages = pytest.mark.parametrize("stage", STAGES, ids="stage{}".format)
 
 @in_stages
 @pytest.mark.parametrize("tied", (False, True))
-def test_an_init_function_gives_what_it_gives_a_plain_model(cases: ranks.Cases, stage: int, tied: bool) -> None:
+def test_an_init_function_gives_what_it_gives_a_plain_model(
+    cases: ranks.Cases, stage: int, tied: bool
+) -> None:
     """C11: ties last, and param groups hold the model's own parameters."""
     for result in cases["function", stage, tied]:
         assert result["same objects"] and result["tied"]
@@ -191,9 +226,15 @@ def test_an_init_function_gives_what_it_gives_a_plain_model(cases: ranks.Cases, 
 
 @in_stages
 @pytest.mark.parametrize("own_seeds", (False, True))
-def test_all_ranks_start_from_the_same_values(cases: ranks.Cases, stage: int, own_seeds: bool) -> None:
+def test_all_ranks_start_from_the_same_values(
+    cases: ranks.Cases, stage: int, own_seeds: bool
+) -> None:
     first, *others = cases["reset", stage, own_seeds]
-    assert all(value.isfinite().all() and value.std() > 0 for value in first.values() if value.dim() > 1)
+    assert all(
+        value.isfinite().all() and value.std() > 0
+        for value in first.values()
+        if value.dim() > 1
+    )
     assert [differing(other, first) for other in others] == [[]] * len(others)
 
 

@@ -1,4 +1,5 @@
-"""Uneven numbers of batches: ranks that have run out follow the others, and all end with the same weights."""
+"""Uneven numbers of batches: ranks that have run out follow the others, and all end
+with the same weights."""
 
 from __future__ import annotations
 
@@ -18,16 +19,27 @@ BATCHES = {2: (5, 3), 3: (2, 4, 1), 4: (0, 3, 3, 1)}
 """Of each rank, by world."""
 
 
-def train(stage: int, batches: Sequence[int], accumulation: int, *, follow: bool) -> dict[str, Any]:
-    """Train for as many batches as this rank has; or, if nobody follows, for as many as any has, with empty ones."""
+def train(
+    stage: int, batches: Sequence[int], accumulation: int, *, follow: bool
+) -> dict[str, Any]:
+    """Train for as many batches as this rank has; or, if nobody follows, for as many as
+    any has, with empty ones."""
     model = models.forked()
-    optimizer = sharded(model, stage, lr=1e-2, buckets=zerokern.Buckets(bytes=6000), max_grad_norm=0.5)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (step + 1))
+    optimizer = sharded(
+        model, stage, lr=1e-2, buckets=zerokern.Buckets(bytes=6000), max_grad_norm=0.5
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 1.0 / (step + 1)
+    )
     mine, most = batches[rank()], max(batches)
 
     def iterate(index: int) -> None:
-        tokens, targets = (models.share(t, rank(), len(batches)) for t in models.batch(index))
-        (models.loss_of(model, tokens, targets) * (1.0 if index < mine else 0.0)).backward()
+        tokens, targets = (
+            models.share(t, rank(), len(batches)) for t in models.batch(index)
+        )
+        (
+            models.loss_of(model, tokens, targets) * (1.0 if index < mine else 0.0)
+        ).backward()
         if (index + 1) % accumulation == 0 or index + 1 == most:
             optimizer.step()
             optimizer.zero_grad()
@@ -77,7 +89,9 @@ def parts_ways() -> str:
 @functools.cache
 def trained(world: int) -> ranks.Cases:
     cases: dict[Any, Any] = {
-        (stage, accumulation, follow): functools.partial(train, stage, BATCHES[world], accumulation, follow=follow)
+        (stage, accumulation, follow): functools.partial(
+            train, stage, BATCHES[world], accumulation, follow=follow
+        )
         for stage in STAGES
         for accumulation in (1, 2)
         for follow in (True, False)
@@ -93,10 +107,14 @@ at_worlds = pytest.mark.parametrize("world", BATCHES)
 @at_worlds
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("accumulation", (1, 2))
-def test_a_rank_without_batches_contributes_zeros(world: int, stage: int, accumulation: int) -> None:
+def test_a_rank_without_batches_contributes_zeros(
+    world: int, stage: int, accumulation: int
+) -> None:
     """B21. The same as if it had gone on with batches whose loss counts nothing."""
     for ours, expected in zip(
-        trained(world)[stage, accumulation, True], trained(world)[stage, accumulation, False], strict=True
+        trained(world)[stage, accumulation, True],
+        trained(world)[stage, accumulation, False],
+        strict=True,
     ):
         assert differing(ours["params"], expected["params"]) == []
         assert ours["step"] == expected["step"] and ours["buffers"] == 0
@@ -104,9 +122,13 @@ def test_a_rank_without_batches_contributes_zeros(world: int, stage: int, accumu
 
 @at_worlds
 @pytest.mark.parametrize("stage", STAGES)
-def test_all_ranks_end_with_the_same_weights_and_rates_of_the_last_step(world: int, stage: int) -> None:
+def test_all_ranks_end_with_the_same_weights_and_rates_of_the_last_step(
+    world: int, stage: int
+) -> None:
     first, *others = trained(world)[stage, 1, True]
-    assert [differing(other["params"], first["params"]) for other in others] == [[]] * len(others)
+    assert [differing(other["params"], first["params"]) for other in others] == [
+        []
+    ] * len(others)
 
 
 @at_worlds
@@ -135,6 +157,11 @@ def test_a_world_of_one_joins_nobody() -> None:
 
 
 def test_updates_in_backward_refuse_it() -> None:
-    optimizer = zerokern.AdamW(models.toy().parameters(), buckets=zerokern.Buckets(update_in_backward=True))
-    with pytest.raises(ValueError, match=r"join\(\) needs all gradients"), optimizer.join():
+    optimizer = zerokern.AdamW(
+        models.toy().parameters(), buckets=zerokern.Buckets(update_in_backward=True)
+    )
+    with (
+        pytest.raises(ValueError, match=r"join\(\) needs all gradients"),
+        optimizer.join(),
+    ):
         pass

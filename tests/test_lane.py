@@ -1,4 +1,5 @@
-"""A GPU forms sums on a side stream: in which order two streams are told what, with streams that only take notes."""
+"""A GPU forms sums on a side stream: in which order two streams are told what, with
+streams that only take notes."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from zerokern.stages.exchange import Exchange
 
 
 class Notes:
-    """What the streams of one GPU were told, in order, and which of them is the current one."""
+    """What the streams of one GPU were told, in order, and which of them is the current
+    one."""
 
     def __init__(self) -> None:
         self.told: list[str] = []

@@ -1,4 +1,5 @@
-"""The layout as pure arithmetic: every element once, on one rank, whatever the world."""
+"""The layout as pure arithmetic: every element once, on one rank, whatever the
+world."""
 
 from __future__ import annotations
 
@@ -8,7 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerokern.layout import BLOCK, Bucket, Layout, ParamSpec, bucketed, by_unit, fingerprint
+from zerokern.layout import (
+    BLOCK,
+    Bucket,
+    Layout,
+    ParamSpec,
+    bucketed,
+    by_unit,
+    fingerprint,
+)
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -22,7 +31,12 @@ specs = st.lists(
     ),
     min_size=1,
     max_size=30,
-).map(lambda rows: [ParamSpec(f"p{i}", s, d, ITEMSIZE[d], t, u) for i, (s, d, t, u) in enumerate(rows)])
+).map(
+    lambda rows: [
+        ParamSpec(f"p{i}", s, d, ITEMSIZE[d], t, u)
+        for i, (s, d, t, u) in enumerate(rows)
+    ]
+)
 worlds = st.integers(1, 17)
 layouts = st.one_of(
     st.builds(bucketed, specs, worlds, st.integers(1, 20_000)),
@@ -46,17 +60,25 @@ def test_every_parameter_has_one_slot_of_its_size(layout: Layout) -> None:
     slots = [slot for bucket in layout.buckets for slot in bucket.slots]
     assert len({slot.param for slot in slots}) == len(slots)
     assert all(slot.numel == layout.params[slot.param].numel for slot in slots)
-    assert {slot.param for slot in slots} >= {i for i, p in enumerate(layout.params) if p.trainable}
+    assert {slot.param for slot in slots} >= {
+        i for i, p in enumerate(layout.params) if p.trainable
+    }
 
 
 @given(specs, worlds)
-def test_stage3_gives_frozen_parameters_a_slot_too(params: list[ParamSpec], world: int) -> None:
+def test_stage3_gives_frozen_parameters_a_slot_too(
+    params: list[ParamSpec], world: int
+) -> None:
     layout = by_unit(params, world)
-    assert sorted(slot.param for bucket in layout.buckets for slot in bucket.slots) == list(range(len(params)))
+    assert sorted(
+        slot.param for bucket in layout.buckets for slot in bucket.slots
+    ) == list(range(len(params)))
 
 
 @given(layouts)
-def test_a_bucket_holds_one_dtype_and_is_trainable_or_frozen_as_a_whole(layout: Layout) -> None:
+def test_a_bucket_holds_one_dtype_and_is_trainable_or_frozen_as_a_whole(
+    layout: Layout,
+) -> None:
     for bucket in layout.buckets:
         for slot in bucket.slots:
             param = layout.params[slot.param]
@@ -82,13 +104,20 @@ def test_shards_partition_the_bucket(layout: Layout) -> None:
 @given(layouts)
 def test_pieces_cover_every_element_once(layout: Layout) -> None:
     for bucket in layout.buckets:
-        covered: dict[int, list[tuple[int, int]]] = {slot.param: [] for slot in bucket.slots}
+        covered: dict[int, list[tuple[int, int]]] = {
+            slot.param: [] for slot in bucket.slots
+        }
         start_of = {slot.param: slot.start for slot in bucket.slots}
         for rank in range(layout.world):
             for piece in bucket.pieces(rank):
                 assert piece.numel > 0
-                assert 0 <= piece.start <= piece.start + piece.numel <= bucket.shard_numel
-                assert bucket.shard(rank).start + piece.start == start_of[piece.param] + piece.offset
+                assert (
+                    0 <= piece.start <= piece.start + piece.numel <= bucket.shard_numel
+                )
+                assert (
+                    bucket.shard(rank).start + piece.start
+                    == start_of[piece.param] + piece.offset
+                )
                 covered[piece.param].append((piece.offset, piece.offset + piece.numel))
         for param, ranges in covered.items():
             _assert_tiles(ranges, layout.params[param].numel)
@@ -98,7 +127,10 @@ def test_pieces_cover_every_element_once(layout: Layout) -> None:
 def test_runs_cover_every_block_once(layout: Layout) -> None:
     for bucket in layout.buckets:
         for rank in range(layout.world):
-            _assert_tiles([(first, end) for first, end, _, _ in bucket.runs(rank)], bucket.shard_numel // BLOCK)
+            _assert_tiles(
+                [(first, end) for first, end, _, _ in bucket.runs(rank)],
+                bucket.shard_numel // BLOCK,
+            )
 
 
 @given(layouts)
@@ -106,9 +138,16 @@ def test_runs_and_pieces_name_the_same_parameters(layout: Layout) -> None:
     """An update of a piece uses the row of the run that it lies in."""
     for bucket in layout.buckets:
         for rank in range(layout.world):
-            owner = {block: param for first, end, param, _ in bucket.runs(rank) for block in range(first, end)}
+            owner = {
+                block: param
+                for first, end, param, _ in bucket.runs(rank)
+                for block in range(first, end)
+            }
             for piece in bucket.pieces(rank):
-                assert {owner[e // BLOCK] for e in range(piece.start, piece.start + piece.numel)} == {piece.param}
+                assert {
+                    owner[e // BLOCK]
+                    for e in range(piece.start, piece.start + piece.numel)
+                } == {piece.param}
 
 
 def _assert_tiles(ranges: list[tuple[int, int]], total: int) -> None:
@@ -120,14 +159,21 @@ def _assert_tiles(ranges: list[tuple[int, int]], total: int) -> None:
 
 
 @given(specs, worlds, st.integers(1, 20_000))
-def test_a_bucket_of_several_parameters_respects_its_size(params: list[ParamSpec], world: int, size: int) -> None:
+def test_a_bucket_of_several_parameters_respects_its_size(
+    params: list[ParamSpec], world: int, size: int
+) -> None:
     for bucket in bucketed(params, world, size).buckets:
         assert len(bucket.slots) == 1 or bucket.payload * bucket.itemsize <= size
 
 
-def gpt(width: int, layers: int, vocabulary: int = 256, context: int = 256) -> list[ParamSpec]:
+def gpt(
+    width: int, layers: int, vocabulary: int = 256, context: int = 256
+) -> list[ParamSpec]:
     """Return the parameters of a GPT, as in the demo and the benchmark."""
-    shapes: list[tuple[str, tuple[int, ...]]] = [("tokens", (vocabulary, width)), ("positions", (context, width))]
+    shapes: list[tuple[str, tuple[int, ...]]] = [
+        ("tokens", (vocabulary, width)),
+        ("positions", (context, width)),
+    ]
     for i in range(layers):
         for name, shape in (
             ("norm1.weight", (width,)),
@@ -146,18 +192,34 @@ def gpt(width: int, layers: int, vocabulary: int = 256, context: int = 256) -> l
             shapes.append((f"blocks.{i}.{name}", shape))
     shapes += [("norm.weight", (width,)), ("norm.bias", (width,))]
     return [
-        ParamSpec(name, shape, "float32", 4, True, ".".join(name.split(".")[:2]) if name.startswith("blocks") else "")
+        ParamSpec(
+            name,
+            shape,
+            "float32",
+            4,
+            True,
+            ".".join(name.split(".")[:2]) if name.startswith("blocks") else "",
+        )
         for name, shape in shapes
     ]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 8, 16, 32, 64])
-@pytest.mark.parametrize(("width", "layers", "millions"), [(384, 6, 10), (512, 10, 30), (516, 10, 30), (380, 6, 10)])
+@pytest.mark.parametrize(
+    ("width", "layers", "millions"),
+    [(384, 6, 10), (512, 10, 30), (516, 10, 30), (380, 6, 10)],
+)
 @pytest.mark.parametrize("stage", ["buckets", "units"])
-def test_padding_of_a_gpt_is_under_one_percent(width: int, layers: int, millions: int, world: int, stage: str) -> None:
+def test_padding_of_a_gpt_is_under_one_percent(
+    width: int, layers: int, millions: int, world: int, stage: str
+) -> None:
     """D32: measured, not believed; widths that 64 divides and that it does not."""
     params = gpt(width, layers)
-    layout = by_unit(params, world) if stage == "units" else bucketed(params, world, 25 * 2**20)
+    layout = (
+        by_unit(params, world)
+        if stage == "units"
+        else bucketed(params, world, 25 * 2**20)
+    )
     assert round(layout.numel / 1e7) * 10 == pytest.approx(millions, abs=5)
     assert layout.padded_numel < 1.01 * layout.numel
 
@@ -193,25 +255,35 @@ def _print_of(params: list[ParamSpec], world: int = 2) -> bytes:
     ],
     ids=["name", "shape of the same size", "dimensions", "dtype", "frozen", "unit"],
 )
-def test_fingerprint_sees_every_attribute(index: int, change: dict[str, object]) -> None:
+def test_fingerprint_sees_every_attribute(
+    index: int, change: dict[str, object]
+) -> None:
     changed = list(BASE)
     changed[index] = dataclasses.replace(BASE[index], **change)  # type: ignore[arg-type]
     assert _print_of(changed) != _print_of(BASE)
 
 
-@pytest.mark.parametrize("changed", [BASE[::-1], BASE[:2], [*BASE, BASE[0]]], ids=["order", "one less", "one more"])
+@pytest.mark.parametrize(
+    "changed",
+    [BASE[::-1], BASE[:2], [*BASE, BASE[0]]],
+    ids=["order", "one less", "one more"],
+)
 def test_fingerprint_sees_the_list(changed: list[ParamSpec]) -> None:
     assert _print_of(changed) != _print_of(BASE)
 
 
 def test_fingerprint_sees_world_and_bucket_size() -> None:
     assert _print_of(BASE, world=3) != _print_of(BASE)
-    assert fingerprint(bucketed(BASE, 2, 1).lines()) != fingerprint(bucketed(BASE, 2, 1000).lines())
+    assert fingerprint(bucketed(BASE, 2, 1).lines()) != fingerprint(
+        bucketed(BASE, 2, 1000).lines()
+    )
 
 
 @given(specs, worlds)
 @settings(max_examples=30)
-def test_fingerprint_is_a_function_of_the_list(params: list[ParamSpec], world: int) -> None:
+def test_fingerprint_is_a_function_of_the_list(
+    params: list[ParamSpec], world: int
+) -> None:
     again = [dataclasses.replace(p) for p in params]
     assert _print_of(params, world) == _print_of(again, world)
 
@@ -219,7 +291,14 @@ def test_fingerprint_is_a_function_of_the_list(params: list[ParamSpec], world: i
 def test_equal_sizes_are_laid_out_in_one_way() -> None:
     """D31: nothing but the list decides, no sorting by size, no set, no id."""
     params = [ParamSpec(f"p{i}", (10, 10), "float32", 4) for i in range(16)]
-    orders = [[slot.param for bucket in bucketed(params, 3, 1000).buckets for slot in bucket.slots] for _ in range(5)]
+    orders = [
+        [
+            slot.param
+            for bucket in bucketed(params, 3, 1000).buckets
+            for slot in bucket.slots
+        ]
+        for _ in range(5)
+    ]
     assert orders == [list(reversed(range(16)))] * 5
 
 
@@ -230,7 +309,14 @@ def test_stage3_gathers_the_root_unit_last() -> None:
 
 def test_scalars_and_empty_parameters_have_slots() -> None:
     """D19, D23: a scalar has one element, an empty parameter none."""
-    layout = bucketed([ParamSpec("scalar", (), "float32", 4), ParamSpec("empty", (0, 5), "float32", 4)], 4, 1000)
+    layout = bucketed(
+        [
+            ParamSpec("scalar", (), "float32", 4),
+            ParamSpec("empty", (0, 5), "float32", 4),
+        ],
+        4,
+        1000,
+    )
     bucket: Bucket = layout.buckets[0]
     assert [(slot.param, slot.numel) for slot in bucket.slots] == [(1, 0), (0, 1)]
     assert bucket.numel == 4 * BLOCK

@@ -1,4 +1,5 @@
-"""Nothing in backward() or step() waits for the device: every way to read a tensor on the host is made to raise."""
+"""Nothing in backward() or step() waits for the device: every way to read a tensor on
+the host is made to raise."""
 
 from __future__ import annotations
 
@@ -33,7 +34,15 @@ READS = (
     "equal",
     "unique",
 )
-FUNCTIONS = ("nonzero", "equal", "allclose", "is_nonzero", "unique", "masked_select", "argwhere")
+FUNCTIONS = (
+    "nonzero",
+    "equal",
+    "allclose",
+    "is_nonzero",
+    "unique",
+    "masked_select",
+    "argwhere",
+)
 
 
 class HostSync(AssertionError):
@@ -97,7 +106,9 @@ def train(stage: int, variant: str, *, watched: bool = True) -> dict[str, Tensor
         if variant == "unused":
             losses = [lambda step=step: run.backward(step, use="left")]
         if variant == "not finite" and step == 1:
-            losses = [lambda: run.backward(1, lambda rank: run.loss(1, rank) * float("inf"))]
+            losses = [
+                lambda: run.backward(1, lambda rank: run.loss(1, rank) * float("inf"))
+            ]
         with forbidden() if watched else torch.enable_grad():
             for index, backward in enumerate(losses):
                 if index < len(losses) - 1:
@@ -115,7 +126,9 @@ def train(stage: int, variant: str, *, watched: bool = True) -> dict[str, Tensor
 @functools.cache
 def trained(at: int) -> ranks.Cases:
     """Train all variants on one group."""
-    return ranks.run_cases(at, {(s, v): functools.partial(train, s, v) for s in STAGES for v in VARIANTS})
+    return ranks.run_cases(
+        at, {(s, v): functools.partial(train, s, v) for s in STAGES for v in VARIANTS}
+    )
 
 
 @pytest.mark.parametrize("at", (1, 2), ids="world{}".format)
@@ -123,7 +136,9 @@ def trained(at: int) -> ranks.Cases:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_training_reads_nothing_on_the_host(at: int, stage: int, variant: str) -> None:
     results = trained(at)[stage, variant]
-    assert all(torch.isfinite(value).all() for result in results for value in result.values())
+    assert all(
+        torch.isfinite(value).all() for result in results for value in result.values()
+    )
 
 
 def test_watching_changes_nothing() -> None:

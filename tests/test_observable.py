@@ -1,4 +1,5 @@
-"""What can be seen of a run: gradients, metrics, profiler ranges; and that the library prints nothing."""
+"""What can be seen of a run: gradients, metrics, profiler ranges; and that the library
+prints nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ SCALE = 64.0
 
 
 def metrics(stage: int, clip: float | None) -> list[dict[str, float]]:
-    """Return the metrics of three steps; the gradients of the second are not finite on the last rank."""
+    """Return the metrics of three steps; the gradients of the second are not finite on
+    the last rank."""
     model = models.toy()
     optimizer = sharded(model, stage, max_grad_norm=clip, buckets=Buckets(bytes=6000))
     seen = []
@@ -26,9 +28,14 @@ def metrics(stage: int, clip: float | None) -> list[dict[str, float]]:
         optimizer.zero_grad()
         optimizer.comm_log(clear=True)
         loss = models.loss_of(model, *models.batch(step))
-        (loss * (float("inf") if step == 1 and rank() == world() - 1 else 1.0)).backward()
+        (
+            loss * (float("inf") if step == 1 and rank() == world() - 1 else 1.0)
+        ).backward()
         optimizer.step()
-        seen.append(optimizer.metrics() | {"logged": sum(call.bytes for call in optimizer.comm_log())})
+        seen.append(
+            optimizer.metrics()
+            | {"logged": sum(call.bytes for call in optimizer.comm_log())}
+        )
     return seen
 
 
@@ -44,24 +51,34 @@ def scaled(stage: int) -> dict[str, float]:
 
 
 def ranges(stage: int, **buckets: Any) -> set[str]:
-    """Return the names of our ranges in torch's profiler over a training step and the next forward."""
+    """Return the names of our ranges in torch's profiler over a training step and the
+    next forward."""
     model = models.toy()
     optimizer = sharded(model, stage, buckets=Buckets(bytes=6000, **buckets))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as profile:
         models.loss_of(model, *models.batch(0)).backward()
         optimizer.step()
         models.loss_of(model, *models.batch(0))
-    return {event.name for event in profile.events() if event.name.startswith("zerokern::")}
+    return {
+        event.name for event in profile.events() if event.name.startswith("zerokern::")
+    }
 
 
 @functools.cache
 def seen() -> ranks.Cases:
     cases: dict[Any, Any] = {}
     for stage in STAGES:
-        cases |= {("metrics", stage, clip): functools.partial(metrics, stage, clip) for clip in (None, 1e-3)}
+        cases |= {
+            ("metrics", stage, clip): functools.partial(metrics, stage, clip)
+            for clip in (None, 1e-3)
+        }
         cases["scaled", stage] = functools.partial(scaled, stage)
         cases["ranges", stage] = functools.partial(ranges, stage)
-    cases["ranges", "in backward"] = functools.partial(ranges, 2, update_in_backward=True)
+    cases["ranges", "in backward"] = functools.partial(
+        ranges, 2, update_in_backward=True
+    )
     return ranks.run_cases(2, cases)
 
 
@@ -71,19 +88,28 @@ in_stages = pytest.mark.parametrize("stage", STAGES, ids="stage{}".format)
 @in_stages
 @pytest.mark.parametrize("clip", (None, 1e-3))
 def test_metrics_of_each_step(stage: int, clip: float | None) -> None:
-    """E8, E13, L4: the norm before clipping and the coefficient, skipped steps, bytes; the same on all ranks."""
+    """E8, E13, L4: the norm before clipping and the coefficient, skipped steps, bytes;
+    the same on all ranks."""
     ours, theirs = seen()["metrics", stage, clip]
     for mine, other in zip(ours, theirs, strict=True):
-        same = {key: value for key, value in mine.items() if key not in ("wait_ms", "bytes_sent", "logged")}
+        same = {
+            key: value
+            for key, value in mine.items()
+            if key not in ("wait_ms", "bytes_sent", "logged")
+        }
         assert repr(same) == repr({key: other[key] for key in same})
         assert mine["bytes_sent"] == mine["logged"] > 0
         assert mine["wait_ms"] > 0
     first, second, third = ours
     assert [m["step"] for m in ours] == [1, 2, 3]
     assert [m["skipped_steps"] for m in ours] == [0, 1, 1]
-    assert first["grad_norm"] > 1e-3 and not torch.tensor(second["grad_norm"]).isfinite()
+    assert (
+        first["grad_norm"] > 1e-3 and not torch.tensor(second["grad_norm"]).isfinite()
+    )
     for m in (first, third):
-        assert m["clip_coefficient"] == pytest.approx(1.0 if clip is None else clip / (m["grad_norm"] + 1e-6))
+        assert m["clip_coefficient"] == pytest.approx(
+            1.0 if clip is None else clip / (m["grad_norm"] + 1e-6)
+        )
 
 
 @in_stages
@@ -96,11 +122,19 @@ def test_metrics_of_a_world_of_one() -> None:
     model = models.toy()
     optimizer = zerokern.AdamW(model.parameters())
     models.loss_of(model, *models.batch(0)).backward()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    norm = torch.nn.utils.get_total_norm(
+        [p.grad for p in model.parameters() if p.grad is not None]
+    )
     optimizer.step()
     found = optimizer.metrics()
     assert found.pop("grad_norm") == pytest.approx(float(norm), rel=1e-6)
-    expected = {"step": 1, "clip_coefficient": 1.0, "skipped_steps": 0, "loss_scale": 1.0, "bytes_sent": 0}
+    expected = {
+        "step": 1,
+        "clip_coefficient": 1.0,
+        "skipped_steps": 0,
+        "loss_scale": 1.0,
+        "bytes_sent": 0,
+    }
     assert found == expected | {"wait_ms": 0.0}
 
 
@@ -109,7 +143,9 @@ def test_profiler_ranges_name_phase_and_unit(stage: int) -> None:
     for names in seen()["ranges", stage]:
         unit = "blocks.0" if stage == 3 else "bucket"
         for phase in ("reduce", "update", "wait reduce_scatter", "wait all_gather"):
-            assert any(name.startswith(f"zerokern::{phase}") and unit in name for name in names), (phase, names)
+            assert any(
+                name.startswith(f"zerokern::{phase}") and unit in name for name in names
+            ), (phase, names)
         assert {"zerokern::scalars", "zerokern::settle gradients"} <= names
         assert ("zerokern::gather blocks.0" in names) == (stage == 3)
 

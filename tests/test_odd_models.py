@@ -1,4 +1,5 @@
-"""Models that flat buffers find hard: tied, scalar, empty, strided, mixed, tiny, frozen, grouped, odd outputs."""
+"""Models that flat buffers find hard: tied, scalar, empty, strided, mixed, tiny,
+frozen, grouped, odd outputs."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {}
 
 
 def model(function: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Register a model; its forward takes a float [rows, 6] and returns what `loss_of` can sum."""
+    """Register a model; its forward takes a float [rows, 6] and returns what `loss_of`
+    can sum."""
     MODELS[function.__name__] = function
     return function
 
@@ -41,11 +43,17 @@ class Units(nn.Module):
 class WithForward(nn.Module):
     """Parameters by name, and a function of (module, x)."""
 
-    def __init__(self, function: Callable[[Any, Tensor], Any], **params: Tensor) -> None:
+    def __init__(
+        self, function: Callable[[Any, Tensor], Any], **params: Tensor
+    ) -> None:
         super().__init__()
         self.function = function
         for name, value in params.items():
-            setattr(self, name, value if isinstance(value, nn.Parameter) else nn.Parameter(value))
+            setattr(
+                self,
+                name,
+                value if isinstance(value, nn.Parameter) else nn.Parameter(value),
+            )
 
     def forward(self, x: Tensor) -> Any:
         return self.function(self, x)
@@ -63,13 +71,18 @@ def tied() -> nn.Module:
 @model
 def tied_inside_a_unit() -> nn.Module:
     weight = nn.Parameter(torch.randn(6, 6))
-    return Units(WithForward(lambda m, x: x @ m.a @ m.b.T, a=weight, b=weight), nn.Linear(6, 3))
+    return Units(
+        WithForward(lambda m, x: x @ m.a @ m.b.T, a=weight, b=weight), nn.Linear(6, 3)
+    )
 
 
 @model
 def scalar() -> nn.Module:
     """D19: a temperature."""
-    return Units(nn.Linear(6, 6), WithForward(lambda m, x: x * m.temperature, temperature=torch.tensor(0.7)))
+    return Units(
+        nn.Linear(6, 6),
+        WithForward(lambda m, x: x * m.temperature, temperature=torch.tensor(0.7)),
+    )
 
 
 @model
@@ -86,7 +99,11 @@ def empty_parameters() -> nn.Module:
 
     return Units(
         WithForward(
-            forward, first=torch.zeros(0), weight=torch.randn(6, 3), middle=torch.zeros(4, 0), last=torch.zeros(0, 2)
+            forward,
+            first=torch.zeros(0),
+            weight=torch.randn(6, 3),
+            middle=torch.zeros(4, 0),
+            last=torch.zeros(0, 2),
         )
     )
 
@@ -94,20 +111,32 @@ def empty_parameters() -> nn.Module:
 @model
 def transposed() -> nn.Module:
     """D20: a weight whose memory is column-major."""
-    return Units(WithForward(lambda m, x: x @ m.weight.T, weight=torch.randn(6, 7).T), nn.Linear(7, 3))
+    return Units(
+        WithForward(lambda m, x: x @ m.weight.T, weight=torch.randn(6, 7).T),
+        nn.Linear(7, 3),
+    )
 
 
 @model
 def expanded() -> nn.Module:
     """A parameter that is a slice with holes in memory."""
-    return Units(WithForward(lambda m, x: x @ m.weight, weight=nn.Parameter(torch.randn(6, 10)[:, ::2])))
+    return Units(
+        WithForward(
+            lambda m, x: x @ m.weight, weight=nn.Parameter(torch.randn(6, 10)[:, ::2])
+        )
+    )
 
 
 @model
 def channels_last() -> nn.Module:
     """D20."""
     conv = nn.Conv2d(2, 5, kernel_size=(1, 2)).to(memory_format=torch.channels_last)
-    return Units(WithForward(lambda m, x: x.reshape(-1, 2, 1, 3)), conv, nn.Flatten(), nn.Linear(10, 3))
+    return Units(
+        WithForward(lambda m, x: x.reshape(-1, 2, 1, 3)),
+        conv,
+        nn.Flatten(),
+        nn.Linear(10, 3),
+    )
 
 
 @model
@@ -140,13 +169,20 @@ def one_linear() -> nn.Module:
 @model
 def forty_tiny() -> nn.Module:
     """Used bits fill more than one word."""
-    return Units(*[WithForward(lambda m, x: x + m.shift, shift=torch.randn(6)) for _ in range(40)])
+    return Units(
+        *[
+            WithForward(lambda m, x: x + m.shift, shift=torch.randn(6))
+            for _ in range(40)
+        ]
+    )
 
 
 @model
 def frozen_unit() -> nn.Module:
     """D8: a unit without gradients, between two that have them."""
-    return Units(nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 3))
+    return Units(
+        nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 3)
+    )
 
 
 @model
@@ -177,16 +213,28 @@ def frozen_integers() -> nn.Module:
 def dict_outputs() -> nn.Module:
     """Units that pass dicts, tuples and None on."""
     return Units(
-        WithForward(lambda m, x: {"x": x @ m.weight, "none": None, "nested": [(x, 1)]}, weight=torch.randn(6, 6)),
-        WithForward(lambda m, d: (None, d["x"] * m.scale, d["nested"]), scale=torch.randn(6)),
-        WithForward(lambda m, t: {"out": t[1] + m.shift, "other": None, "in": t[2][0][0]}, shift=torch.randn(6)),
+        WithForward(
+            lambda m, x: {"x": x @ m.weight, "none": None, "nested": [(x, 1)]},
+            weight=torch.randn(6, 6),
+        ),
+        WithForward(
+            lambda m, d: (None, d["x"] * m.scale, d["nested"]), scale=torch.randn(6)
+        ),
+        WithForward(
+            lambda m, t: {"out": t[1] + m.shift, "other": None, "in": t[2][0][0]},
+            shift=torch.randn(6),
+        ),
     )
 
 
 @model
 def output_never_used() -> nn.Module:
     """B8: the second output, hence its parameter, does not enter the loss."""
-    return Units(WithForward(lambda m, x: (x @ m.a, x @ m.b)[0], a=torch.randn(6, 3), b=torch.randn(6, 3)))
+    return Units(
+        WithForward(
+            lambda m, x: (x @ m.a, x @ m.b)[0], a=torch.randn(6, 3), b=torch.randn(6, 3)
+        )
+    )
 
 
 @model
@@ -197,7 +245,9 @@ def unit_without_parameters() -> nn.Module:
 @model
 def in_place_operations() -> nn.Module:
     """The output of a unit is changed in place by the next."""
-    return Units(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6), nn.ReLU(inplace=True))
+    return Units(
+        nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6), nn.ReLU(inplace=True)
+    )
 
 
 @model
@@ -209,7 +259,9 @@ def buffers() -> nn.Module:
             super().__init__()
             self.linear = nn.Linear(6, 6)
             self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-            self.register_buffer("mask", torch.tensor([True, False] * 3), persistent=False)
+            self.register_buffer(
+                "mask", torch.tensor([True, False] * 3), persistent=False
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             self.count += 1
@@ -221,7 +273,11 @@ def buffers() -> nn.Module:
 def loss_of(output: Any) -> Tensor:
     """Sum the tensors that have a gradient, bent so that gradients are not constant."""
     leaves = torch.utils._pytree.tree_flatten(output)[0]
-    return sum((t.float() ** 2).mean() for t in leaves if isinstance(t, Tensor) and t.requires_grad)  # type: ignore[return-value]
+    return sum(
+        (t.float() ** 2).mean()
+        for t in leaves
+        if isinstance(t, Tensor) and t.requires_grad
+    )  # type: ignore[return-value]
 
 
 def rows(step: int) -> Tensor:
@@ -230,14 +286,23 @@ def rows(step: int) -> Tensor:
 
 
 def train(name: str, stage: int | None) -> Trained:
-    """Train three steps; stage None: torch's AdamW over the mean of the ranks' losses."""
+    """Train three steps; stage None: torch's AdamW over the mean of the ranks'
+    losses."""
     torch.manual_seed(0)
     module = MODELS[name]()
     start = {n: p.detach().clone() for n, p in module.named_parameters()}
-    attributes = {n: (p.shape, p.dtype, p.requires_grad) for n, p in module.named_parameters()}
+    attributes = {
+        n: (p.shape, p.dtype, p.requires_grad) for n, p in module.named_parameters()
+    }
     objects = {n: id(p) for n, p in module.named_parameters()}
-    ours = None if stage is None else sharded(module, stage, buckets=zerokern.Buckets(bytes=200), lr=1e-2)
-    shapes = {n: (p.shape, p.dtype, p.requires_grad) for n, p in module.named_parameters()}
+    ours = (
+        None
+        if stage is None
+        else sharded(module, stage, buckets=zerokern.Buckets(bytes=200), lr=1e-2)
+    )
+    shapes = {
+        n: (p.shape, p.dtype, p.requires_grad) for n, p in module.named_parameters()
+    }
     optimizer = ours or torch.optim.AdamW(module.parameters(), lr=1e-2)
     for step in range(3):
         optimizer.zero_grad()
@@ -251,8 +316,15 @@ def train(name: str, stage: int | None) -> Trained:
         "start": start,
         "params": whole(module, optimizer),
         "state": state_of(module, optimizer),
-        "strides": {n: p.stride() for n, p in module.named_parameters()} if stage != 3 else None,
-        "attributes": attributes == shapes and objects == {n: id(p) for n, p in module.named_parameters()},
+        "strides": (
+            {n: p.stride() for n, p in module.named_parameters()}
+            if stage != 3
+            else None
+        ),
+        "attributes": (
+            attributes == shapes
+            and objects == {n: id(p) for n, p in module.named_parameters()}
+        ),
         "buffers": ours.memory().buffers if ours else 0,
         "module_buffers": {n: b.clone() for n, b in module.named_buffers()},
     }
@@ -272,7 +344,9 @@ def reference(name: str, ranks: int) -> Trained:
 @functools.cache
 def trained(at: int) -> ranks.Cases:
     """Train every model in every stage on one group of ranks."""
-    return ranks.run_cases(at, {(n, s): functools.partial(train, n, s) for n in MODELS for s in STAGES})
+    return ranks.run_cases(
+        at, {(n, s): functools.partial(train, n, s) for n in MODELS for s in STAGES}
+    )
 
 
 at_worlds = pytest.mark.parametrize("at", ranks.worlds(1, 2, rarely=4))
@@ -286,7 +360,8 @@ of_models = pytest.mark.parametrize("name", MODELS)
 def test_trains_like_torch(name: str, stage: int, at: int) -> None:
     """On every rank, and something did change."""
     expected = reference(name, at)
-    # bf16 gradients are rounded on each rank before they are averaged; the first differing bit is 2**-8 of them.
+    # bf16 gradients are rounded on each rank before they are averaged; the first
+    # differing bit is 2**-8 of them.
     limit = 2e-2 if name == "mixed_dtypes" else 1e-5
     for result in trained(at)[name, stage]:
         assert apart(result["params"], expected["params"], limit) == {}
@@ -305,7 +380,8 @@ def test_shapes_dtypes_and_objects_stay(name: str, stage: int, at: int) -> None:
 @in_stages
 @of_models
 def test_state_has_the_shapes_of_torch(name: str, stage: int, at: int) -> None:
-    """D19: the state of a scalar is a scalar. Parameters that never had a gradient have steps of 0."""
+    """D19: the state of a scalar is a scalar. Parameters that never had a gradient have
+    steps of 0."""
     expected = reference(name, at)
     for result in trained(at)[name, stage]:
         assert expected["state"].keys() <= result["state"].keys()
@@ -326,7 +402,10 @@ def test_no_scratch_memory_stays(name: str, stage: int, at: int) -> None:
 
 @at_worlds
 @in_stages
-@pytest.mark.parametrize("name", ["frozen_unit", "frozen_first_unit", "partly_frozen_unit", "frozen_integers"])
+@pytest.mark.parametrize(
+    "name",
+    ["frozen_unit", "frozen_first_unit", "partly_frozen_unit", "frozen_integers"],
+)
 def test_frozen_parameters_keep_their_bits(name: str, stage: int, at: int) -> None:
     """D7."""
     frozen = [n for n, p in MODELS[name]().named_parameters() if not p.requires_grad]
@@ -339,7 +418,9 @@ def test_frozen_parameters_keep_their_bits(name: str, stage: int, at: int) -> No
 @pytest.mark.parametrize("stage", (1, 2), ids="stage{}".format)
 def test_dense_strides_stay(name: str, stage: int) -> None:
     """D20."""
-    assert trained(2)[name, stage][0]["strides"] == {n: p.stride() for n, p in MODELS[name]().named_parameters()}
+    assert trained(2)[name, stage][0]["strides"] == {
+        n: p.stride() for n, p in MODELS[name]().named_parameters()
+    }
 
 
 @at_worlds
@@ -351,19 +432,27 @@ def test_module_buffers_are_untouched(stage: int, at: int) -> None:
         assert result["module_buffers"]["units.0.mask"].dtype == torch.bool
 
 
-# ---------------------------------------------------------------------- ways to pass parameters
+# -------------------------------------------------------------- ways to pass parameters
 
 
 def _groups_with_an_empty_one(model: nn.Module) -> list[Any]:
     """D8, D15."""
     params = list(model.parameters())
-    return [{"params": []}, {"params": params[::2], "weight_decay": 0.5}, {"params": []}, {"params": params[1::2]}]
+    return [
+        {"params": []},
+        {"params": params[::2], "weight_decay": 0.5},
+        {"params": []},
+        {"params": params[1::2]},
+    ]
 
 
 def _group_of_frozen(model: nn.Module) -> list[Any]:
     """D8."""
     model.embedding.weight.requires_grad_(False)
-    return [{"params": [model.embedding.weight]}, {"params": [p for p in model.parameters() if p.requires_grad]}]
+    return [
+        {"params": [model.embedding.weight]},
+        {"params": [p for p in model.parameters() if p.requires_grad]},
+    ]
 
 
 WAYS: dict[str, Callable[[Any], Any]] = {
@@ -376,7 +465,9 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "empty groups": _groups_with_an_empty_one,
     "frozen group": _group_of_frozen,
     "reversed": lambda model: list(model.parameters())[::-1],
-    "some of the parameters": lambda model: [p for n, p in model.named_parameters() if not n.startswith("head")],
+    "some of the parameters": lambda model: [
+        p for n, p in model.named_parameters() if not n.startswith("head")
+    ],
     "decay split inside a block": lambda model: [
         {"params": [p for p in model.parameters() if p.dim() > 1]},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
@@ -394,7 +485,9 @@ def _train_passed(way: str, stage: int | None, of: int) -> dict[str, Any]:
     for step in range(3):
         optimizer.zero_grad()
         for r in range(of) if stage is None else [rank()]:
-            loss = models.loss_of(module, *(models.share(t, r, of) for t in models.batch(step)))
+            loss = models.loss_of(
+                module, *(models.share(t, r, of) for t in models.batch(step))
+            )
             (loss / of if stage is None else loss).backward()
         optimizer.step()
     names = [group.get("param_names") for group in optimizer.param_groups]
@@ -408,7 +501,14 @@ def _train_passed(way: str, stage: int | None, of: int) -> dict[str, Any]:
 @functools.cache
 def passed(at: int) -> ranks.Cases:
     """Train with every way to pass parameters."""
-    return ranks.run_cases(at, {(w, s): functools.partial(_train_passed, w, s, at) for w in WAYS for s in STAGES})
+    return ranks.run_cases(
+        at,
+        {
+            (w, s): functools.partial(_train_passed, w, s, at)
+            for w in WAYS
+            for s in STAGES
+        },
+    )
 
 
 @pytest.mark.parametrize("at", (1, 3), ids="world{}".format)
@@ -418,5 +518,8 @@ def test_parameters_can_be_passed_as_to_torch(way: str, stage: int, at: int) -> 
     """Groups keep their number, index, names and options (D12, D15)."""
     expected = _train_passed(way, None, at)
     for result in passed(at)[way, stage]:
-        assert (result["groups"], result["names"]) == (expected["groups"], expected["names"])
+        assert (result["groups"], result["names"]) == (
+            expected["groups"],
+            expected["names"],
+        )
         assert apart(result["params"], expected["params"]) == {}

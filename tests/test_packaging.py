@@ -1,4 +1,5 @@
-"""A wheel built here, installed elsewhere, trains; and nothing of it lies outside zerokern/."""
+"""A wheel built here, installed elsewhere, trains; and nothing of it lies outside
+zerokern/."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ assert losses[-1] < losses[0], losses
 
 def _python(*arguments: str, cwd: Path, **environment: str) -> None:
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -45,10 +50,26 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = folder / "source"
     copy.mkdir()
     for name in ("zerokern", "kernels"):
-        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / name,
+            copy / name,
+            symlinks=True,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
-    _python("-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder), str(copy), cwd=folder)
+    _python(
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(folder),
+        str(copy),
+        cwd=folder,
+    )
     return next(folder.glob("zerokern-*.whl"))
 
 
@@ -57,15 +78,36 @@ def test_wheel_holds_zerokern_alone(wheel: Path) -> None:
     assert {name.parts[0].split("-")[0] for name in names} == {"zerokern"}
     assert Path("zerokern/py.typed") in names
     held = {str(name) for name in names if name.suffix in SOURCE_SUFFIXES}
-    package = [p for p in (ROOT / "zerokern").rglob("*") if "kernels" not in p.relative_to(ROOT).parts]
-    expected = {str(p.relative_to(ROOT)) for p in package if p.suffix in SOURCE_SUFFIXES}
-    expected |= {f"zerokern/kernels/{p.name}" for p in (ROOT / "kernels").iterdir() if p.suffix in SOURCE_SUFFIXES}
+    package = [
+        p
+        for p in (ROOT / "zerokern").rglob("*")
+        if "kernels" not in p.relative_to(ROOT).parts
+    ]
+    expected = {
+        str(p.relative_to(ROOT)) for p in package if p.suffix in SOURCE_SUFFIXES
+    }
+    expected |= {
+        f"zerokern/kernels/{p.name}"
+        for p in (ROOT / "kernels").iterdir()
+        if p.suffix in SOURCE_SUFFIXES
+    }
     assert held == expected
 
 
 def test_installed_wheel_trains(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
-    _python("-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel), cwd=tmp_path)
+    _python(
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--target",
+        str(site),
+        str(wheel),
+        cwd=tmp_path,
+    )
     assert not (site / "kernels").exists()
-    # An editable install would put its own finder first; -P keeps the working directory out on Python 3.11 and later.
+    # An editable install would put its own finder first; -P keeps the working directory
+    # out on Python 3.11 and later.
     _python("-c", TRAIN, cwd=tmp_path, PYTHONPATH=str(site), PYTHONSAFEPATH="1")

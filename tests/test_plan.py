@@ -28,22 +28,44 @@ GIB = 2**30
 SMALL = ["--params", "30e6", "--layers", "4", "--sequence", "64", "--recipe", "fp32"]
 
 LLAMA = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "vocab_size": 320, "architectures": ["LlamaForCausalLM"],
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": 320,
+    "architectures": ["LlamaForCausalLM"],
+}
 T5 = {
-    "model_type": "t5", "d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 4, "d_kv": 16, "vocab_size": 320,
+    "model_type": "t5",
+    "d_model": 64,
+    "d_ff": 128,
+    "num_layers": 2,
+    "num_heads": 4,
+    "d_kv": 16,
+    "vocab_size": 320,
     "decoder_start_token_id": 0,
-}  # fmt: skip
+}
 MIXTRAL = {
-    "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 320, "num_local_experts": 4,
+    "model_type": "mixtral",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 320,
+    "num_local_experts": 4,
     "num_experts_per_tok": 2,
-}  # fmt: skip
+}
 VIT = {
-    "model_type": "vit", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "image_size": 32, "patch_size": 8,
-}  # fmt: skip
+    "model_type": "vit",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 8,
+}
 
 MODULE = """
 import torch
@@ -111,42 +133,87 @@ def test_a_configuration_of_transformers(
 ) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
-    found = planned(capfd, str(path), "--gpus", "4", "--sequence", "16", "--recipe", "fp32")
-    assert [way["stage"] for way in found["ways"]] == [1, 2, 3] and all(way["fits"] for way in found["ways"])
+    found = planned(
+        capfd, str(path), "--gpus", "4", "--sequence", "16", "--recipe", "fp32"
+    )
+    assert [way["stage"] for way in found["ways"]] == [1, 2, 3] and all(
+        way["fits"] for way in found["ways"]
+    )
     assert find(str(path), batch=1, sequence=16, dtype=torch.float32).per == per
 
 
 def test_model_flops_are_those_of_matrix_products_and_attention(tmp_path: Path) -> None:
-    """6 FLOPs per token and parameter that it meets, experts that it does not meet left out; attention on top."""
+    """6 FLOPs per token and parameter that it meets, experts that it does not meet left
+    out; attention on top."""
     path, tokens, width, layers = tmp_path / "config.json", 16, 64, 3
     for config, unused in ((LLAMA, 0), (MIXTRAL, layers * 2 * 3 * 64 * 128)):
         path.write_text(json.dumps(config))
         with Rehearsal(1) as rehearsal:
-            model, loss = find(str(path), batch=1, sequence=tokens, dtype=torch.bfloat16).build()
+            model, loss = find(
+                str(path), batch=1, sequence=tokens, dtype=torch.bfloat16
+            ).build()
             assert loss is not None
             rehearsal.record()
             loss(model).backward()
             found = rehearsal.record().flops()
-            met = sum(p.numel() for name, p in model.named_parameters() if p.dim() > 1 and "embed" not in name) - unused
-        attention = layers * 2 * tokens * tokens * width * (2 + 5)  # two products forward, five backward
+            met = (
+                sum(
+                    p.numel()
+                    for name, p in model.named_parameters()
+                    if p.dim() > 1 and "embed" not in name
+                )
+                - unused
+            )
+        # Two products forward, five backward.
+        attention = layers * 2 * tokens * tokens * width * (2 + 5)
         assert found == 6 * tokens * met + attention, config["model_type"]
 
 
-def test_a_forward_that_fails_is_a_sentence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))  # torch's grouped products have shapes in bf16 only
-    said = complaint(capfd, str(tmp_path / "config.json"), "--dtype", "fp32", "--sequence", "16")
-    assert said.count("\n") == 1 and "the forward pass fails on tensors without values" in said and "--dtype" in said
+def test_a_forward_that_fails_is_a_sentence(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # Torch's grouped products have shapes in bf16 only.
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    said = complaint(
+        capfd, str(tmp_path / "config.json"), "--dtype", "fp32", "--sequence", "16"
+    )
+    assert (
+        said.count("\n") == 1
+        and "the forward pass fails on tensors without values" in said
+        and "--dtype" in said
+    )
 
 
-def test_an_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_import_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "planned_models.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
-    found = planned(capfd, "planned_models:with_loss", "--gpus", "4", "--dtype", "fp32", "--stage", "3")
-    assert found["ways"][0]["params"] == 3 * 65 * 64 and found["ways"][0]["peak"]["bytes"] > 0
-    assert sum(found["ways"][0]["sent_bytes"].values()) > 3 * found["ways"][0]["params"] * 4 * 3 / 4
-    without = planned(capfd, "planned_models:Net", "--gpus", "4", "--dtype", "fp32", "--stage", "3")
+    found = planned(
+        capfd,
+        "planned_models:with_loss",
+        "--gpus",
+        "4",
+        "--dtype",
+        "fp32",
+        "--stage",
+        "3",
+    )
+    assert (
+        found["ways"][0]["params"] == 3 * 65 * 64
+        and found["ways"][0]["peak"]["bytes"] > 0
+    )
+    assert (
+        sum(found["ways"][0]["sent_bytes"].values())
+        > 3 * found["ways"][0]["params"] * 4 * 3 / 4
+    )
+    without = planned(
+        capfd, "planned_models:Net", "--gpus", "4", "--dtype", "fp32", "--stage", "3"
+    )
     assert without["ways"][0]["peak"] is None
-    assert without["ways"][0]["persistent_bytes"] == found["ways"][0]["persistent_bytes"]
+    assert (
+        without["ways"][0]["persistent_bytes"] == found["ways"][0]["persistent_bytes"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -164,7 +231,11 @@ def test_an_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: 
     ],
 )
 def test_a_model_that_cannot_be_planned_is_refused_by_name(
-    name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    name: str,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "planned_models.py").write_text(MODULE)
     (tmp_path / "config.json").write_text("{}")
@@ -175,33 +246,57 @@ def test_a_model_that_cannot_be_planned_is_refused_by_name(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--gpus", "8"], "give a model (package.module:factory or config.json) or --params"),
+        (
+            ["--gpus", "8"],
+            "give a model (package.module:factory or config.json) or --params",
+        ),
         ([*SMALL, "--gpu-memory", "80"], "write it with its unit, for example 80GiB"),
         ([*SMALL, "--inter", "400"], "write bytes as 450GB/s or bits as 400Gb/s"),
         ([*SMALL, "--gpus", "1.5"], "whole number"),
         ([*SMALL, "--gpu-memory", "1GiB"], "leaves nothing"),
         ([*SMALL, "--stage", "4"], "invalid choice"),
-        (["--params", "1000", "--layers", "32"], "parameters are too few for 32 layers"),
+        (
+            ["--params", "1000", "--layers", "32"],
+            "parameters are too few for 32 layers",
+        ),
         ([*SMALL, "--gpus", "64000000"], "more ranks than elements"),
         ([*SMALL, "--machine", "no such file"], "is no machine file"),
-        (["--calibrate", "--machine", "no such folder/mine.json"], "there is no folder no such folder"),
-        ([*SMALL, "--plot", "no such folder/plan.png"], "there is no folder no such folder"),
+        (
+            ["--calibrate", "--machine", "no such folder/mine.json"],
+            "there is no folder no such folder",
+        ),
+        (
+            [*SMALL, "--plot", "no such folder/plan.png"],
+            "there is no folder no such folder",
+        ),
     ],
 )
-def test_bad_input_is_refused_by_name(arguments: list[str], says: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_refused_by_name(
+    arguments: list[str], says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert says in complaint(capfd, *arguments)
 
 
-@pytest.mark.parametrize(("params", "layers"), [(125e6, 12), (1.3e9, 24), (7e9, 32), (70e9, 80), (1e12, 128)])
-def test_a_decoder_has_about_as_many_parameters_as_asked(params: float, layers: int) -> None:
+@pytest.mark.parametrize(
+    ("params", "layers"), [(125e6, 12), (1.3e9, 24), (7e9, 32), (70e9, 80), (1e12, 128)]
+)
+def test_a_decoder_has_about_as_many_parameters_as_asked(
+    params: float, layers: int
+) -> None:
     with Rehearsal(1):
-        model, _ = of_count(int(params), layers, batch=1, sequence=8, dtype=torch.bfloat16).build()
-        assert sum(p.numel() for p in model.parameters()) == pytest.approx(params, rel=0.08)
+        model, _ = of_count(
+            int(params), layers, batch=1, sequence=8, dtype=torch.bfloat16
+        ).build()
+        assert sum(p.numel() for p in model.parameters()) == pytest.approx(
+            params, rel=0.08
+        )
 
 
 def test_parameters_without_memory_are_counted_once_each() -> None:
     """K1: on the meta device all addresses are equal, and ties are one parameter."""
-    subject = Subject(title="", tokens=1, build=lambda: (models.Toy(20, tied=True), None))
+    subject = Subject(
+        title="", tokens=1, build=lambda: (models.Toy(20, tied=True), None)
+    )
     found = forecast(subject, Way(stage=1), Setting(world=4))
     model = models.Toy(20, tied=True)
     assert found.params == sum(p.numel() for p in model.parameters())
@@ -209,7 +304,8 @@ def test_parameters_without_memory_are_counted_once_each() -> None:
 
 
 def test_padding_is_what_equal_shards_add() -> None:
-    """Without it a rank holds W-ths of parameters, gradients and two moments in fp32: 16 bytes for each parameter."""
+    """Without it a rank holds W-ths of parameters, gradients and two moments in fp32:
+    16 bytes for each parameter."""
     subject = Subject(title="", tokens=1, build=lambda: (models.Toy(20), None))
     found = forecast(subject, Way(stage=3), Setting(world=4))
     held = found.memory.total - found.memory.tables
@@ -218,12 +314,17 @@ def test_padding_is_what_equal_shards_add() -> None:
 
 
 def gradients_of_stage_2() -> tuple[int, int, int]:
-    """Return the bytes of gradients after a step, of scratch memory at its peak, and of the largest bucket."""
+    """Return the bytes of gradients after a step, of scratch memory at its peak, and of
+    the largest bucket."""
     case, model = foresight.Case(2, 2), foresight.model(layers=8)
     optimizer = sharded(model, 2, buckets=case.buckets)
     foresight.step(case, model, optimizer)
     zero = optimizer._coordinator()
-    return optimizer.memory().gradients, zero.scratch.peak_bytes, max(4 * b.numel for b in zero.layout.buckets)
+    return (
+        optimizer.memory().gradients,
+        zero.scratch.peak_bytes,
+        max(4 * b.numel for b in zero.layout.buckets),
+    )
 
 
 def test_stage_2_keeps_no_full_gradient_buffer() -> None:
@@ -244,7 +345,9 @@ def test_only_what_computes_takes_time() -> None:
         assert rehearsal.record().events == []
         x.add_(1.0)
         x @ x.t()
-        assert rehearsal.record().events == [Work("forward", flops=2 * 4 * 8 * 4, bytes=2 * x.nbytes, operations=2)]
+        assert rehearsal.record().events == [
+            Work("forward", flops=2 * 4 * 8 * 4, bytes=2 * x.nbytes, operations=2)
+        ]
 
 
 def test_a_rehearsal_refuses_to_read_what_is_not_there() -> None:
@@ -268,35 +371,78 @@ def test_a_rehearsal_refuses_to_read_what_is_not_there() -> None:
 def test_the_report_adds_up(capfd: pytest.CaptureFixture[str]) -> None:
     found = planned(capfd, *SMALL, "--gpus", "64", "--accumulate", "2")
     for way in found["ways"]:
-        assert way["fits"] and way["peak"]["bytes"] > sum(way["persistent_bytes"].values())
-        assert way["sent_bytes"].keys() == {"reduce_scatter", "all_gather", "all_gather_words"}
-        assert way["inside_bytes"] + way["across_bytes"] == pytest.approx(sum(way["sent_bytes"].values()), rel=1e-3)
+        assert way["fits"] and way["peak"]["bytes"] > sum(
+            way["persistent_bytes"].values()
+        )
+        assert way["sent_bytes"].keys() == {
+            "reduce_scatter",
+            "all_gather",
+            "all_gather_words",
+        }
+        assert way["inside_bytes"] + way["across_bytes"] == pytest.approx(
+            sum(way["sent_bytes"].values()), rel=1e-3
+        )
         assert way["step_s"] >= way["compute_s"] > 0 and 0 < way["utilisation"] < 1
     held = [sum(way["persistent_bytes"].values()) for way in found["ways"]]
     assert held[0] > held[1] > held[2]
     assert found["recommended"] == "stage 1, fp32"
 
 
-def test_the_command_prints_a_table_and_draws(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_table_and_draws(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     picture = tmp_path / "plan.png"
     assert cli.main(["plan", *SMALL, "--gpus", "16", "--plot", str(picture)]) == 0
     printed = capfd.readouterr().out
-    assert "Take stage 1, fp32" in printed and "activations" in printed and "assumed: H100 nodes" in printed
+    assert (
+        "Take stage 1, fp32" in printed
+        and "activations" in printed
+        and "assumed: H100 nodes" in printed
+    )
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def made(
-    stage: int, needs: float, *, recipe: str = "fp32", checkpointing: bool = False, state: float = 1, unit: float = 0.1,
-    world: int = 8, sent: int = 0, flops: int = 3 * 10**12,
-) -> Forecast:  # fmt: skip
+    stage: int,
+    needs: float,
+    *,
+    recipe: str = "fp32",
+    checkpointing: bool = False,
+    state: float = 1,
+    unit: float = 0.1,
+    world: int = 8,
+    sent: int = 0,
+    flops: int = 3 * 10**12,
+) -> Forecast:
     """Return a forecast that needs so many GiB."""
-    trace = Trace([Work("forward", flops=flops), Launch(1, "all_gather", world, sent), Wait(1)])
+    trace = Trace(
+        [Work("forward", flops=flops), Launch(1, "all_gather", world, sent), Wait(1)]
+    )
     return Forecast(
-        way=Way(stage=stage, recipe=recipe, precision=Precision(), checkpointing=checkpointing),
-        setting=Setting(world=world), params=10**9, padding=0, others=0,
-        memory=Memory(parameters=int(state * GIB), gradients=0, master=0, moments=0, buffers=0, tables=0),
-        peak=Peak(int(needs * GIB)), largest_unit=int(unit * GIB), calls=(), trace=trace, samples=1,
-    )  # fmt: skip
+        way=Way(
+            stage=stage,
+            recipe=recipe,
+            precision=Precision(),
+            checkpointing=checkpointing,
+        ),
+        setting=Setting(world=world),
+        params=10**9,
+        padding=0,
+        others=0,
+        memory=Memory(
+            parameters=int(state * GIB),
+            gradients=0,
+            master=0,
+            moments=0,
+            buffers=0,
+            tables=0,
+        ),
+        peak=Peak(int(needs * GIB)),
+        largest_unit=int(unit * GIB),
+        calls=(),
+        trace=trace,
+        samples=1,
+    )
 
 
 @pytest.mark.parametrize(
@@ -318,7 +464,9 @@ def made(
         ([made(3, 90, state=5)], None, "take a smaller micro-batch"),
     ],
 )
-def test_the_recommendation_has_a_reason(forecasts: list[Forecast], stage: int | None, says: str) -> None:
+def test_the_recommendation_has_a_reason(
+    forecasts: list[Forecast], stage: int | None, says: str
+) -> None:
     advice = advise(forecasts, 40 * GIB, 2 * GIB)
     assert (advice.way and advice.way.stage) == stage
     assert says in advice.reason
@@ -326,14 +474,33 @@ def test_the_recommendation_has_a_reason(forecasts: list[Forecast], stage: int |
 
 def test_gathers_in_forward_are_recommended_where_they_help() -> None:
     slow = made(1, 20, sent=10**12)
-    assert "gather_in_forward=True" in advise([slow], 40 * GIB, 2 * GIB, lambda way: made(1, 20, sent=10**11)).reason
-    assert "gather_in_forward" not in advise([slow], 40 * GIB, 2 * GIB, lambda way: slow).reason
-    assert "gather_in_forward" not in advise([slow], 40 * GIB, 2 * GIB, lambda way: made(1, 39)).reason
+    assert (
+        "gather_in_forward=True"
+        in advise(
+            [slow], 40 * GIB, 2 * GIB, lambda way: made(1, 20, sent=10**11)
+        ).reason
+    )
+    assert (
+        "gather_in_forward"
+        not in advise([slow], 40 * GIB, 2 * GIB, lambda way: slow).reason
+    )
+    assert (
+        "gather_in_forward"
+        not in advise([slow], 40 * GIB, 2 * GIB, lambda way: made(1, 39)).reason
+    )
 
 
 # ---------------------------------------------------------------------- time
 
-EVEN = Machine(compute=1.0, memory=1.0, per_operation=0.0, intra=1.0, inter=1.0, latency=0.0, per_node=4)
+EVEN = Machine(
+    compute=1.0,
+    memory=1.0,
+    per_operation=0.0,
+    intra=1.0,
+    inter=1.0,
+    latency=0.0,
+    per_node=4,
+)
 
 
 def launch(number: int, sent: int) -> Launch:
@@ -341,13 +508,17 @@ def launch(number: int, sent: int) -> Launch:
 
 
 def test_a_transfer_runs_beside_what_is_computed_until_it_is_waited_for() -> None:
-    trace = Trace([launch(1, 5), Work("forward", flops=3), Wait(1), Work("forward", flops=2)])
+    trace = Trace(
+        [launch(1, 5), Work("forward", flops=3), Wait(1), Work("forward", flops=2)]
+    )
     timing = replay(trace, EVEN, 4)
     assert (timing.step, timing.compute, timing.wire, timing.exposed) == (7, 5, 5, 2)
 
 
 def test_transfers_take_the_wire_one_after_the_other() -> None:
-    trace = Trace([launch(1, 5), launch(2, 5), Wait(1), Work("forward", flops=3), Wait(2)])
+    trace = Trace(
+        [launch(1, 5), launch(2, 5), Wait(1), Work("forward", flops=3), Wait(2)]
+    )
     assert replay(trace, EVEN, 4).step == 10
 
 
@@ -362,11 +533,15 @@ def test_the_first_gather_and_the_last_reduction_are_exposed() -> None:
 
 
 def test_a_step_waits_for_the_gathers_of_the_one_before() -> None:
-    """Two units; gathers are launched at the end of a step and waited for in the next forward."""
+    """Two units; gathers are launched at the end of a step and waited for in the next
+    forward."""
     unit = Work("forward", flops=3)
     events = [Wait(1), unit, Wait(2), unit, launch(3, 2), launch(4, 7)]
     timing = replay(Trace(events), EVEN, 4)
-    assert (timing.exposed, timing.step) == (2 + 4, 2 + 3 + 4 + 3), "the second gather takes until 2 + 7"
+    assert (timing.exposed, timing.step) == (
+        2 + 4,
+        2 + 3 + 4 + 3,
+    ), "the second gather takes until 2 + 7"
 
 
 def test_a_rehearsal_of_gathers_in_forward_takes_them_into_account() -> None:
@@ -375,22 +550,41 @@ def test_a_rehearsal_of_gathers_in_forward_takes_them_into_account() -> None:
     for late in (False, True):
         buckets = Buckets(bytes=2**20, gather_in_forward=late)
         slow = Machine(intra=1e9, inter=1e9)
-        times[late] = forecast(subject, Way(stage=1), Setting(world=8, machine=slow, buckets=buckets)).timing()
+        times[late] = forecast(
+            subject, Way(stage=1), Setting(world=8, machine=slow, buckets=buckets)
+        ).timing()
     assert times[True].wire == pytest.approx(times[False].wire)
     assert times[False].wire * 0.9 < times[True].step < times[False].step
 
 
 def test_bytes_between_nodes_depend_on_the_algorithm() -> None:
     machine = Machine(per_node=4, native_gather=True)
-    gather, reduction = Launch(1, "all_gather", 16, 1500), Launch(2, "reduce_scatter", 16, 1500)
+    gather, reduction = (
+        Launch(1, "all_gather", 16, 1500),
+        Launch(2, "reduce_scatter", 16, 1500),
+    )
     assert machine.split(reduction, 16) == (300, 1200), "3 of 15 peers are on the node"
-    assert machine.split(gather, 16) == (1125, 375), "a ring crosses once for the four ranks of a node"
+    assert machine.split(gather, 16) == (
+        1125,
+        375,
+    ), "a ring crosses once for the four ranks of a node"
     assert Machine(per_node=4, native_gather=False).split(gather, 16) == (300, 1200)
-    assert machine.split(gather, 4) == (1200, 0), "in a world of 4 it sends 3/4 of the buffer instead of 15/16"
+    assert machine.split(gather, 4) == (
+        1200,
+        0,
+    ), "in a world of 4 it sends 3/4 of the buffer instead of 15/16"
 
 
 def test_ranks_that_share_cores_slow_each_other_down() -> None:
-    machine = Machine(compute=1.0, intra=1.0, inter=1.0, latency=0.0, per_operation=0.0, cores=2.0, per_node=64)
+    machine = Machine(
+        compute=1.0,
+        intra=1.0,
+        inter=1.0,
+        latency=0.0,
+        per_operation=0.0,
+        cores=2.0,
+        per_node=64,
+    )
     trace = Trace([launch(1, 6), Work("forward", flops=3), Wait(1)])
     assert replay(trace, machine, 2).step == pytest.approx(3 + 6 / 1.5, rel=1e-6)
     assert replay(trace, machine, 4).step == pytest.approx(2 * (3 + 6), rel=1e-6)
@@ -415,7 +609,8 @@ def test_the_ledger_counts_what_lives() -> None:
 
 
 def test_the_ledger_agrees_with_the_allocator() -> None:
-    """torch's profiler is told of every allocation on the CPU; the peak of a step is the same to 3 %."""
+    """torch's profiler is told of every allocation on the CPU; the peak of a step is
+    the same to 3 %."""
 
     def peaks() -> tuple[int, int]:
         with Ledger() as ledger:
@@ -442,7 +637,13 @@ def _allocated(profile: Any) -> int:
         event = waiting.pop()
         waiting += event.children
         if event.tag == _EventType.Allocation:
-            found.append((event.start_time_ns, event.extra_fields.total_allocated, event.extra_fields.alloc_size))
+            found.append(
+                (
+                    event.start_time_ns,
+                    event.extra_fields.total_allocated,
+                    event.extra_fields.alloc_size,
+                )
+            )
     found.sort()
     _, total, size = found[0]
     return max(total for _, total, _ in found) - (total - size)

@@ -1,5 +1,7 @@
-"""What users of ZeRO-style systems reported as broken: where the whole kind of each fault is tested here, or why it
-cannot occur. Sources are public issues and pull requests; a fault read from source or measured says so."""
+"""What users of ZeRO-style systems reported as broken: where the whole kind of each
+fault is tested here, or why it cannot occur. Sources are public issues and pull
+requests; a fault read from source or measured says so.
+"""
 
 from __future__ import annotations
 
@@ -57,18 +59,16 @@ REPORTS = {
     ),
     "A9": Report(
         "pytorch PR#180665",
-        (
-            "cannot apply: There are no hybrid shards and no offload: a mesh of two dimensions is refused by "
-            "name, so no copy to the host can start before a second reduction."
-        ),
+        "cannot apply: There are no hybrid shards and no offload: a mesh of two"
+        " dimensions is refused by name, so no copy to the host can start before a"
+        " second reduction.",
     ),
     "A10": Report(
         "pytorch#140044, PR#180889",
-        (
-            "cannot apply: There is no second reduction over a replicate group; that every buffer outlives "
-            "its handle is what test_faults_overlap::test_a_bad_wire_changes_no_bit asserts for the "
-            "reductions there are."
-        ),
+        "cannot apply: There is no second reduction over a replicate group; that every"
+        " buffer outlives its handle is what"
+        " test_faults_overlap::test_a_bad_wire_changes_no_bit asserts for the"
+        " reductions there are.",
     ),
     "A11": Report(
         "Megatron-LM#3670, PR#3693",
@@ -228,12 +228,11 @@ REPORTS = {
     ),
     "C6": Report(
         "ColossalAI#544",
-        (
-            "cannot apply: There is no context that a model is built in: a model on a device runs its own "
-            "initialisation before the optimizer exists "
-            "(test_contract::test_ranks_start_from_the_values_of_rank_0), and a model on the meta device is "
-            "given its values by init=, which belongs to the engine's author."
-        ),
+        "cannot apply: There is no context that a model is built in: a model on a"
+        " device runs its own initialisation before the optimizer exists"
+        " (test_contract::test_ranks_start_from_the_values_of_rank_0), and a model on"
+        " the meta device is given its values by init=, which belongs to the engine's"
+        " author.",
     ),
     "C7": Report(
         "transformers#25241, PR#16093, PR#32214",
@@ -248,15 +247,14 @@ REPORTS = {
     ),
     "C11": Report(
         "accelerate PR#3154",
-        "cannot apply: Left to the engine's author: ties under init= of a model on the meta device.",
+        "cannot apply: Left to the engine's author: ties under init= of a model on the"
+        " meta device.",
     ),
     "C12": Report(
         "DeepSpeed#3570",
-        (
-            "cannot apply: Left to the engine's author: the named error of a sharded parameter that is read "
-            "outside of its unit's forward, and register_forward_method; nothing is sharded before an "
-            "optimizer is attached."
-        ),
+        "cannot apply: Left to the engine's author: the named error of a sharded"
+        " parameter that is read outside of its unit's forward, and"
+        " register_forward_method; nothing is sharded before an optimizer is attached.",
     ),
     "C14": Report(
         "axolotl#3446",
@@ -356,10 +354,9 @@ REPORTS = {
     ),
     "D22": Report(
         "torchtitan PR#4593",
-        (
-            "cannot apply: Cannot apply: tensor parallelism is not there, and DTensors are refused by name "
-            "(test_faults_parameters::test_tensor_parallel_parameters_are_refused_by_name)."
-        ),
+        "cannot apply: Cannot apply: tensor parallelism is not there, and DTensors are"
+        " refused by name "
+        "(test_faults_parameters::test_tensor_parallel_parameters_are_refused_by_name).",
     ),
     "D23": Report(
         "TransformerEngine#3207, #3202",
@@ -395,7 +392,8 @@ REPORTS = {
         "test_layout::test_equal_sizes_are_laid_out_in_one_way",
     ),
     "D32": Report(
-        "Megatron-LM#3793 and megatron_fsdp/param_and_grad_buffer.py (sorted() result unused)",
+        "Megatron-LM#3793 and megatron_fsdp/param_and_grad_buffer.py (sorted() result"
+        " unused)",
         "test_layout::test_padding_is_bounded_by_the_number_of_slots_for_any_sizes",
         "test_layout::test_padding_of_a_gpt_is_under_one_percent",
     ),
@@ -416,17 +414,13 @@ REPORTS = {
     ),
     "E2": Report(
         "DeepSpeed PR#5411",
-        (
-            "cannot apply: Cannot apply: tensor-parallel parameters are refused by name "
-            "(test_faults_parameters::test_tensor_parallel_parameters_are_refused_by_name)."
-        ),
+        "cannot apply: Cannot apply: tensor-parallel parameters are refused by name "
+        "(test_faults_parameters::test_tensor_parallel_parameters_are_refused_by_name).",
     ),
     "E3": Report(
         "ROCm TransformerEngine PR#715, NeMo RL PR#3788",
-        (
-            "cannot apply: Cannot apply: tensor-parallel parameters are refused by name "
-            "(test_faults_parameters::test_tensor_parallel_parameters_are_refused_by_name)."
-        ),
+        "cannot apply: Cannot apply: tensor-parallel parameters are refused by name "
+        "(test_faults_parameters::test_tensor_parallel_parameters_are_refused_by_name).",
     ),
     "E5": Report(
         "pytorch#170862, PR#126457; miles_diffusion PR#35",
@@ -495,7 +489,8 @@ REPORTS = {
     ),
     "F5": Report(
         "pytorch#73784, #98494, PR#100180",
-        "cannot apply: Cannot apply: there is no offload; accumulation without it is F1, F7 and F8.",
+        "cannot apply: Cannot apply: there is no offload; accumulation without it is"
+        " F1, F7 and F8.",
     ),
     "F6": Report(
         "accelerate PR#3762, cosmos-framework#161",
@@ -562,10 +557,8 @@ REPORTS = {
     ),
     "J3": Report(
         "measured",
-        (
-            "cannot apply: Nothing quantised is sent: Precision.wire takes fp32, bf16 and fp16 only and "
-            "refuses other dtypes by name."
-        ),
+        "cannot apply: Nothing quantised is sent: Precision.wire takes fp32, bf16 and"
+        " fp16 only and refuses other dtypes by name.",
     ),
     "J5": Report(
         "measured",
@@ -586,7 +579,8 @@ REPORTS = {
     ),
     "J9": Report(
         "measured",
-        ("cannot apply: A rule for measuring, not for code: tests of volume read bytes from comm_log(), never times."),
+        "cannot apply: A rule for measuring, not for code: tests of volume read bytes"
+        " from comm_log(), never times.",
     ),
     "L1": Report(
         "torch optim/lr_scheduler.py type check",
@@ -635,11 +629,15 @@ def test_every_report_has_its_test() -> None:
                 continue
             module, name = place.split("::")
             name = name.partition("[")[0]
-            assert re.search(rf"^def {name}\(", (TESTS / f"{module}.py").read_text(), re.MULTILINE), (row, place)
+            assert re.search(
+                rf"^def {name}\(", (TESTS / f"{module}.py").read_text(), re.MULTILINE
+            ), (row, place)
 
 
 def test_no_report_is_left_out() -> None:
-    """Rows are numbered with gaps, by group: overlap, hooks, contexts, parameters, norms, accumulation, compiling,
-    gloo, trainers."""
-    counts = {group: sum(row.startswith(group) for row in REPORTS) for group in "ABCDEFIJL"}
+    """Rows are numbered with gaps, by group: overlap, hooks, contexts, parameters,
+    norms, accumulation, compiling, gloo, trainers."""
+    counts = {
+        group: sum(row.startswith(group) for row in REPORTS) for group in "ABCDEFIJL"
+    }
     assert counts == COUNTS

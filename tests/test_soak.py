@@ -1,10 +1,12 @@
-"""A soak: random exceptions, skips, accumulation, evaluation and much else, for 2,000 steps in each stage.
+"""A soak: random exceptions, skips, accumulation, evaluation and much else, for 2,000
+steps in each stage.
 
-Weights and state have the oracle's bits at the end and on the way, and memory is flat. Losses and checksums along the
-way say at which step a difference began.
+Weights and state have the oracle's bits at the end and on the way, and memory is flat.
+Losses and checksums along the way say at which step a difference began.
 
-Clip coefficients are formed from sums of squares that are fp64 in another order than the oracle's: 1e-15 apart, so they
-round to another fp32 number once in some 10^7 steps. A script is the same at every run, and none has that step.
+Clip coefficients are formed from sums of squares that are fp64 in another order than
+the oracle's: 1e-15 apart, so they round to another fp32 number once in some 10^7 steps.
+A script is the same at every run, and none has that step.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from oracle import STAGES, differing
 
 SEED = 20
 RESIDENT_SLACK = 4 * 2**20
-"""Bytes that a process may grow by in the last three quarters of a soak: the allocator's, and the record of the run."""
+"""Bytes that a process may grow by in the last three quarters of a soak: the
+allocator's, and the record of the run."""
 
 SHORT = (2, 120)
 LONG = [(2, 2000), (3, 400)]
@@ -49,7 +52,11 @@ def expected(key: Key, stage: int) -> list[soak.Life]:
 def short(key: Key) -> ranks.Cases:
     """Run all stages on one group of ranks."""
     return ranks.run_cases(
-        key[0], {stage: functools.partial(soak.live, stage, script(key), checkpoints(key[1])) for stage in STAGES}
+        key[0],
+        {
+            stage: functools.partial(soak.live, stage, script(key), checkpoints(key[1]))
+            for stage in STAGES
+        },
     )
 
 
@@ -76,10 +83,14 @@ in_stages = pytest.mark.parametrize("stage", STAGES, ids="stage{}".format)
 @in_worlds
 def test_weights_and_state_have_the_oracles_bits(key: Key, stage: int) -> None:
     """Also on the way, and every loss and every parameter that was read in between."""
-    for (ours, _), theirs in zip(lived(key, stage), expected(key, min(stage, 2)), strict=True):
+    for (ours, _), theirs in zip(
+        lived(key, stage), expected(key, min(stage, 2)), strict=True
+    ):
         assert soak.losses_differ(ours, theirs) == ()
         for step in checkpoints(key[1]):
-            assert differing(ours.whole[step], theirs.whole[step]) == [], f"after {step} steps"
+            assert differing(ours.whole[step], theirs.whole[step]) == [], (
+                f"after {step} steps"
+            )
         assert ours.skipped == theirs.skipped > 0
         assert ours.faults == theirs.faults > 0
         assert ours.norms == pytest.approx(theirs.norms, rel=2e-7, nan_ok=True)
@@ -101,12 +112,20 @@ def test_memory_is_flat(key: Key, stage: int) -> None:
 
 @in_stages
 @in_worlds
-def test_an_abandoned_step_leaves_no_memory_but_local_gradients(key: Key, stage: int) -> None:
+def test_an_abandoned_step_leaves_no_memory_but_local_gradients(
+    key: Key, stage: int
+) -> None:
     """A gradient that was zeroed in place, and not set to None, still is one."""
     for _, memory in lived(key, stage):
-        wanted = {role: value for role, value in memory.roles[0].items() if role != "gradients"}
+        wanted = {
+            role: value
+            for role, value in memory.roles[0].items()
+            if role != "gradients"
+        }
         for roles in memory.abandoned:
-            assert {role: value for role, value in roles.items() if role != "gradients"} == wanted
+            assert {
+                role: value for role, value in roles.items() if role != "gradients"
+            } == wanted
 
 
 @pytest.mark.long
@@ -119,7 +138,8 @@ def test_processes_do_not_grow(stage: int) -> None:
 
 
 def test_the_comparison_sees_another_order_of_sums() -> None:
-    """Stage 1 adds micro-batches before ranks, stage 2 after: the two oracles are close, and not the same."""
+    """Stage 1 adds micro-batches before ranks, stage 2 after: the two oracles are
+    close, and not the same."""
     once, each = (expected(SHORT, stage)[0] for stage in (1, 2))
     assert soak.losses_differ(once, each) != ()
     assert differing(once.whole[SHORT[1]], each.whole[SHORT[1]]) != []
@@ -138,18 +158,32 @@ def test_the_script_has_every_event() -> None:
         assert {getattr(micro, field) for micro in micros} == {True, False}, field
     assert any(len(set(micro.uses)) > 1 for micro in micros)
     assert {step.clip for step in steps} == {None, 0.3, 100.0}
-    assert any(micro.infinite_on is not None for step in steps if step.fault is None for micro in step.micros)
-    assert any(all(micro.no_sync for micro in step.micros) for step in steps if step.fault is None)
+    assert any(
+        micro.infinite_on is not None
+        for step in steps
+        if step.fault is None
+        for micro in step.micros
+    )
+    assert any(
+        all(micro.no_sync for micro in step.micros)
+        for step in steps
+        if step.fault is None
+    )
 
 
-# ---------------------------------------------------------------------- one event at a time
+# ------------------------------------------------------------------ one event at a time
 
 USES = (("left", "right"), ("right", "left"))
 ZEROS = tuple(itertools.product(("optimizer", "model"), (True, False)))
-LAYOUTS = tuple(pair for pair in itertools.product(STAGES, (False, True)) if pair != (3, True))
-"""Stages, and whether buckets are small. Small units in stage 3 would be units that only some ranks run."""
+LAYOUTS = tuple(
+    pair for pair in itertools.product(STAGES, (False, True)) if pair != (3, True)
+)
+"""Stages, and whether buckets are small. Small units in stage 3 would be units that
+only some ranks run."""
 ABANDONED = tuple((*layout, zero) for layout, zero in itertools.product(LAYOUTS, ZEROS))
-ZEROED = tuple((*layout, who) for layout, who in itertools.product(LAYOUTS, ("optimizer", "model")))
+ZEROED = tuple(
+    (*layout, who) for layout, who in itertools.product(LAYOUTS, ("optimizer", "model"))
+)
 
 
 @functools.cache
@@ -157,9 +191,13 @@ def single() -> ranks.Cases:
     """Run small cases on two ranks that use different branches."""
     cases: dict[Any, Callable[[], Any]] = {}
     for stage, fine in LAYOUTS:
-        cases[stage, fine] = functools.partial(soak.after_an_abandoned_step, stage, None, ZEROS[0], fine=fine)
+        cases[stage, fine] = functools.partial(
+            soak.after_an_abandoned_step, stage, None, ZEROS[0], fine=fine
+        )
     for stage, fine, zero in ABANDONED:
-        run = functools.partial(soak.after_an_abandoned_step, stage, zero=zero, fine=fine)
+        run = functools.partial(
+            soak.after_an_abandoned_step, stage, zero=zero, fine=fine
+        )
         cases[stage, fine, zero] = lambda run=run: [run(uses=uses) for uses in USES]
     for stage, fine, who in ZEROED:
         run = functools.partial(soak.step_without_a_gradient, stage, who=who, fine=fine)
@@ -169,7 +207,8 @@ def single() -> ranks.Cases:
 
 @pytest.mark.parametrize("key", ABANDONED, ids=str)
 def test_nothing_of_an_abandoned_step_is_left(key: Any) -> None:
-    """Nor where a rank's shard holds what only another rank has contributed, whose p.grad it does not have."""
+    """Nor where a rank's shard holds what only another rank has contributed, whose
+    p.grad it does not have."""
     for found, wanted in zip(single()[key], single()[key[:2]], strict=True):
         assert [differing(ours, wanted) for ours in found] == [[], []]
 
@@ -178,4 +217,9 @@ def test_nothing_of_an_abandoned_step_is_left(key: Any) -> None:
 def test_what_was_zeroed_in_place_is_zero_at_the_step(key: Any) -> None:
     """On every rank's shard, whoever had used the parameter."""
     for found in single()[key]:
-        assert [name for moments in found for name, value in moments.items() if value.count_nonzero()] == []
+        assert [
+            name
+            for moments in found
+            for name, value in moments.items()
+            if value.count_nonzero()
+        ] == []

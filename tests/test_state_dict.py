@@ -1,4 +1,5 @@
-"""State in torch's layout: to and from torch, to any world and stage, bits kept, nothing but plain values."""
+"""State in torch's layout: to and from torch, to any world and stage, bits kept,
+nothing but plain values."""
 
 from __future__ import annotations
 
@@ -13,7 +14,17 @@ import models
 import pytest
 import ranks
 import torch
-from oracle import STAGES, apart, differing, quiet_state_dict, rank, set_integer_gradients, sharded, state_of, whole
+from oracle import (
+    STAGES,
+    apart,
+    differing,
+    quiet_state_dict,
+    rank,
+    set_integer_gradients,
+    sharded,
+    state_of,
+    whole,
+)
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
@@ -41,13 +52,20 @@ def everything(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 def interleaved(model: nn.Module) -> list[dict[str, Any]]:
     """Two groups that take alternate parameters."""
     params = list(model.parameters())
-    return [{"params": params[::2], "weight_decay": 0.2}, {"params": params[1::2], "lr": 3e-3}]
+    return [
+        {"params": params[::2], "weight_decay": 0.2},
+        {"params": params[1::2], "lr": 3e-3},
+    ]
 
 
-# ---------------------------------------------------------------------- a world of one and torch
+# ------------------------------------------------------------- a world of one and torch
 
 
-@pytest.mark.parametrize("groups", [nn.Module.parameters, interleaved], ids=["one group", "interleaved groups"])
+@pytest.mark.parametrize(
+    "groups",
+    [nn.Module.parameters, interleaved],
+    ids=["one group", "interleaved groups"],
+)
 def test_torch_loads_ours_and_goes_on(groups: Any) -> None:
     """D13: groups that take alternate parameters do not swap states."""
     model = models.toy()
@@ -55,13 +73,18 @@ def test_torch_loads_ours_and_goes_on(groups: Any) -> None:
     trained(ours, model)
     other = copy.deepcopy(model)
     theirs = torch.optim.AdamW(groups(other), lr=5.0)
-    theirs.load_state_dict(copy.deepcopy(ours.state_dict()))  # torch keeps the tensors that it is given
+    # Torch keeps the tensors that it is given.
+    theirs.load_state_dict(copy.deepcopy(ours.state_dict()))
     trained(ours, model, range(3, 5))
     trained(theirs, other, range(3, 5))
     assert apart(everything(model, ours), everything(other, theirs)) == {}
 
 
-@pytest.mark.parametrize("groups", [nn.Module.parameters, interleaved], ids=["one group", "interleaved groups"])
+@pytest.mark.parametrize(
+    "groups",
+    [nn.Module.parameters, interleaved],
+    ids=["one group", "interleaved groups"],
+)
 def test_ours_loads_torch_and_goes_on(groups: Any) -> None:
     model = models.toy()
     theirs = torch.optim.AdamW(groups(model), lr=1e-2)
@@ -88,7 +111,10 @@ def test_a_round_trip_through_torch_keeps_every_bit() -> None:
 def test_the_layout_is_that_of_torch() -> None:
     """Keys, shapes, dtypes and groups, but for options torch does not know."""
     model = models.toy()
-    ours, theirs = zerokern.AdamW(model.parameters()), torch.optim.AdamW(copy.deepcopy(model).parameters())
+    ours, theirs = (
+        zerokern.AdamW(model.parameters()),
+        torch.optim.AdamW(copy.deepcopy(model).parameters()),
+    )
     trained(ours, model)
     for p in theirs.param_groups[0]["params"]:
         p.grad = torch.ones_like(p)
@@ -110,12 +136,15 @@ def test_state_exists_before_the_first_step(dtype: str) -> None:
     model = models.toy().to(DTYPES[dtype])
     optimizer = zerokern.AdamW(model.parameters())
     assert len(optimizer.state) == len(list(model.parameters()))
-    assert optimizer.state_dict()["state"].keys() == set(range(len(list(model.parameters()))))
+    assert optimizer.state_dict()["state"].keys() == set(
+        range(len(list(model.parameters())))
+    )
     assert all(entry["step"] == 0 for entry in optimizer.state_dict()["state"].values())
 
 
 def test_a_state_without_steps_loads() -> None:
-    """F13: what torch saves before its first step is an empty state; our next step is the first."""
+    """F13: what torch saves before its first step is an empty state; our next step is
+    the first."""
     model = models.toy()
     ours = zerokern.AdamW(model.parameters())
     trained(ours, model)
@@ -128,7 +157,10 @@ def test_a_state_without_steps_loads() -> None:
 def test_loading_its_own_state_is_a_no_op(dtype: str) -> None:
     """G32: what accelerate does at once, before and after steps."""
     model, twin = models.toy().to(DTYPES[dtype]), models.toy().to(DTYPES[dtype])
-    optimizer, untouched = zerokern.AdamW(model.parameters(), lr=1e-2), zerokern.AdamW(twin.parameters(), lr=1e-2)
+    optimizer, untouched = (
+        zerokern.AdamW(model.parameters(), lr=1e-2),
+        zerokern.AdamW(twin.parameters(), lr=1e-2),
+    )
     for steps in (range(2), range(2, 4)):
         optimizer.load_state_dict(optimizer.state_dict())
         trained(optimizer, model, steps)
@@ -153,7 +185,8 @@ def test_moments_of_a_bf16_model_keep_their_precision() -> None:
 
 
 def test_a_state_without_masters_makes_them_of_the_parameters() -> None:
-    """A checkpoint of torch's AdamW of a bf16 model: its moments are bf16, and there is no master."""
+    """A checkpoint of torch's AdamW of a bf16 model: its moments are bf16, and there is
+    no master."""
     model = models.toy().bfloat16()
     theirs = torch.optim.AdamW(model.parameters())
     trained(theirs, model)
@@ -163,7 +196,9 @@ def test_a_state_without_masters_makes_them_of_the_parameters() -> None:
     state = state_of(other, ours)
     for name, param in model.named_parameters():
         assert torch.equal(state[f"{name}/master"], param.float())
-        assert torch.equal(state[f"{name}/exp_avg"], theirs.state[param]["exp_avg"].float())
+        assert torch.equal(
+            state[f"{name}/exp_avg"], theirs.state[param]["exp_avg"].float()
+        )
 
 
 def test_loading_copies() -> None:
@@ -180,7 +215,8 @@ def test_loading_copies() -> None:
 
 
 def test_loaded_parameters_reach_the_masters() -> None:
-    """A checkpoint is loaded into the model while the optimizer exists: the next step starts from it."""
+    """A checkpoint is loaded into the model while the optimizer exists: the next step
+    starts from it."""
     source = models.toy(seed=1).bfloat16()
     model = models.toy().bfloat16()
     optimizer = zerokern.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
@@ -201,7 +237,9 @@ def test_one_parameter_edited_in_place_keeps_the_low_bits_of_the_others() -> Non
     after = state_of(model, optimizer)
     masters = {k: v for k, v in before.items() if k.endswith("/master")}
     assert differing({k: after[k] for k in masters}, masters) == ["head.bias/master"]
-    assert torch.equal(after["head.bias/master"], torch.full_like(after["head.bias/master"], 3.0))
+    assert torch.equal(
+        after["head.bias/master"], torch.full_like(after["head.bias/master"], 3.0)
+    )
 
 
 # ---------------------------------------------------------------------- loading: rules
@@ -247,16 +285,27 @@ def _shard(saved: State) -> None:
 
 
 WRONG = [
-    _other_shape, _other_shape_of_second_moment, _one_parameter_less, _one_group_more, _of_sgd, _moment_missing, _shard,
-]  # fmt: skip
+    _other_shape,
+    _other_shape_of_second_moment,
+    _one_parameter_less,
+    _one_group_more,
+    _of_sgd,
+    _moment_missing,
+    _shard,
+]
 
 
 @pytest.mark.parametrize("spoil", WRONG, ids=lambda f: f.__name__.strip("_"))
-def test_the_state_of_another_model_is_refused_and_nothing_changes(spoil: Callable[[State], None]) -> None:
+def test_the_state_of_another_model_is_refused_and_nothing_changes(
+    spoil: Callable[[State], None],
+) -> None:
     model, optimizer = loadable()
     saved = copy.deepcopy(optimizer.state_dict())
     trained(optimizer, model, range(3, 4))
-    before, groups = everything(model, optimizer), copy.deepcopy(optimizer.state_dict()["param_groups"])
+    before, groups = (
+        everything(model, optimizer),
+        copy.deepcopy(optimizer.state_dict()["param_groups"]),
+    )
     saved["param_groups"][0]["lr"] = 77.0
     spoil(saved)
     with pytest.raises(ValueError, match=r"state"):
@@ -265,7 +314,11 @@ def test_the_state_of_another_model_is_refused_and_nothing_changes(spoil: Callab
     assert optimizer.state_dict()["param_groups"] == groups
 
 
-@pytest.mark.parametrize("saved", [{}, {"state": {}}, {"param_groups": []}], ids=["empty", "no groups", "no state"])
+@pytest.mark.parametrize(
+    "saved",
+    [{}, {"state": {}}, {"param_groups": []}],
+    ids=["empty", "no groups", "no state"],
+)
 def test_what_is_no_state_dict_is_refused(saved: State) -> None:
     _, optimizer = loadable()
     with pytest.raises((ValueError, KeyError)):
@@ -292,14 +345,18 @@ def test_a_scheduler_goes_on_after_loading() -> None:
     for optimizer_class in (zerokern.AdamW, torch.optim.AdamW):
         model = models.toy()
         optimizer = optimizer_class(interleaved(model), lr=1e-2)
-        scheduler = lr_scheduler.OneCycleLR(optimizer, max_lr=[0.1, 0.2], total_steps=10)
+        scheduler = lr_scheduler.OneCycleLR(
+            optimizer, max_lr=[0.1, 0.2], total_steps=10
+        )
         for steps in (range(2), range(2, 4)):
             for step in steps:
                 trained(optimizer, model, range(step, step + 1))
                 scheduler.step()
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             scheduler.load_state_dict(copy.deepcopy(scheduler.state_dict()))
-        results.append([(group["lr"], group["betas"]) for group in optimizer.param_groups])
+        results.append(
+            [(group["lr"], group["betas"]) for group in optimizer.param_groups]
+        )
     assert results[0] == results[1]
 
 
@@ -311,18 +368,26 @@ def test_a_frozen_parameter_of_a_later_run_loses_its_state_only() -> None:
     other.embedding.weight.requires_grad_(False)
     fresh = zerokern.AdamW(other.parameters())
     fresh.load_state_dict(saved)
-    expected = {k: v for k, v in state_of(model, optimizer).items() if not k.startswith("embedding")}
+    expected = {
+        k: v
+        for k, v in state_of(model, optimizer).items()
+        if not k.startswith("embedding")
+    }
     assert differing(state_of(other, fresh), expected) == []
 
 
 def test_hooks_around_state_dict_run() -> None:
-    """The contract of torch: pre and post, saving and loading; a hook may replace the state."""
+    """The contract of torch: pre and post, saving and loading; a hook may replace the
+    state."""
     _, optimizer = loadable()
     seen: list[str] = []
     optimizer.register_state_dict_pre_hook(lambda o: seen.append("save pre"))
     optimizer.register_state_dict_post_hook(lambda o, s: {**s, "extra": 1})
     optimizer.register_load_state_dict_pre_hook(
-        lambda o, s: {k: v for k, v in s.items() if k != "extra"} | {"seen": seen.append("load pre")}
+        lambda o, s: (
+            {k: v for k, v in s.items() if k != "extra"}
+            | {"seen": seen.append("load pre")}
+        )
     )
     optimizer.register_load_state_dict_post_hook(lambda o: seen.append("load post"))
     saved = optimizer.state_dict()
@@ -339,7 +404,9 @@ SAVED_AT = 3
 def save(stage: int, dtype: torch.dtype) -> State:
     """Train three steps and save; then take one more, to compare with."""
     model = models.toy().to(dtype)
-    optimizer = sharded(model, stage, interleaved(model), lr=1e-2, buckets=zerokern.Buckets(bytes=5000))
+    optimizer = sharded(
+        model, stage, interleaved(model), lr=1e-2, buckets=zerokern.Buckets(bytes=5000)
+    )
     trained(optimizer, model)
     full = optimizer.full_state_dict()
     only_one = optimizer.full_state_dict(to=1)
@@ -353,10 +420,19 @@ def save(stage: int, dtype: torch.dtype) -> State:
     optimizer.load_state_dict(quiet_state_dict(optimizer))
     no_op = differing(state_of(model, optimizer), back)
     return {
-        "full": full, "only_one": only_one, "params": params, "before": before, "next": after, "no_op": no_op,
-        "sharded": sharded_form, "back": back,
-        "live": [{k: v.numel() for k, v in entry.items() if k == "exp_avg"} for entry in optimizer.state.values()],
-    }  # fmt: skip
+        "full": full,
+        "only_one": only_one,
+        "params": params,
+        "before": before,
+        "next": after,
+        "no_op": no_op,
+        "sharded": sharded_form,
+        "back": back,
+        "live": [
+            {k: v.numel() for k, v in entry.items() if k == "exp_avg"}
+            for entry in optimizer.state.values()
+        ],
+    }
 
 
 def resume(saved: State, stage: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -365,7 +441,9 @@ def resume(saved: State, stage: int, dtype: torch.dtype) -> dict[str, Tensor]:
     with torch.no_grad():
         for name, param in model.named_parameters():
             param.copy_(saved["params"][name])
-    optimizer = sharded(model, stage, interleaved(model), lr=9.0, buckets=zerokern.Buckets(bytes=3000))
+    optimizer = sharded(
+        model, stage, interleaved(model), lr=9.0, buckets=zerokern.Buckets(bytes=3000)
+    )
     optimizer.load_state_dict(saved["full"])
     trained(optimizer, model, range(3, 4))
     return everything(model, optimizer)
@@ -374,7 +452,10 @@ def resume(saved: State, stage: int, dtype: torch.dtype) -> dict[str, Tensor]:
 @functools.cache
 def saves() -> ranks.Cases:
     """Save in every stage and precision, in a world of 3."""
-    return ranks.run_cases(SAVED_AT, {(s, d): functools.partial(save, s, DTYPES[d]) for s in STAGES for d in DTYPES})
+    return ranks.run_cases(
+        SAVED_AT,
+        {(s, d): functools.partial(save, s, DTYPES[d]) for s in STAGES for d in DTYPES},
+    )
 
 
 @functools.cache
@@ -395,8 +476,11 @@ def resumed(at: int) -> ranks.Cases:
 @pytest.mark.parametrize("old", STAGES, ids="from stage{}".format)
 @pytest.mark.parametrize("new", STAGES, ids="to stage{}".format)
 @in_dtypes
-def test_a_full_state_resumes_anywhere_bit_for_bit(at: int, old: int, new: int, dtype: str) -> None:
-    """G1, G2, G8, G31: other world, other stage, other buckets; masters and moments keep every bit."""
+def test_a_full_state_resumes_anywhere_bit_for_bit(
+    at: int, old: int, new: int, dtype: str
+) -> None:
+    """G1, G2, G8, G31: other world, other stage, other buckets; masters and moments
+    keep every bit."""
     for result in resumed(at)[old, new, dtype]:
         assert differing(result, saves()[old, dtype][0]["next"]) == []
 
@@ -430,14 +514,19 @@ def test_shards_load_where_they_were_saved(stage: int, dtype: str) -> None:
 @in_stages
 def test_every_rank_gets_the_same_full_state(stage: int) -> None:
     first, *others = (
-        {f"{i}/{n}": v for i, e in r["full"]["state"].items() for n, v in e.items()} for r in saves()[stage, "bf16"]
+        {f"{i}/{n}": v for i, e in r["full"]["state"].items() for n, v in e.items()}
+        for r in saves()[stage, "bf16"]
     )
     assert [differing(other, first) for other in others] == [[], []]
 
 
 @in_stages
 def test_one_rank_may_get_it_alone(stage: int) -> None:
-    assert [bool(result["only_one"]) for result in saves()[stage, "fp32"]] == [False, True, False]
+    assert [bool(result["only_one"]) for result in saves()[stage, "fp32"]] == [
+        False,
+        True,
+        False,
+    ]
 
 
 @in_stages
@@ -466,7 +555,8 @@ def test_a_shard_is_refused_at_another_world(stage: int) -> None:
 
 @in_stages
 def test_a_sharded_state_dict_warns_once(stage: int) -> None:
-    """Fact 3: it must not communicate, and one rank's copy would silently lose the rest."""
+    """Fact 3: it must not communicate, and one rank's copy would silently lose the
+    rest."""
 
     def case() -> list[str]:
         model = models.toy()
@@ -497,7 +587,11 @@ def test_consolidated_state_lasts_until_the_next_step(stage: int) -> None:
         optimizer.consolidate_state_dict(to=1)
         kept = quiet_state_dict(optimizer)
         is_full = kept["state"].keys() == full["state"].keys() and all(
-            torch.equal(kept["state"][i][n], v) if kept["state"][i][n].shape == v.shape else False
+            (
+                torch.equal(kept["state"][i][n], v)
+                if kept["state"][i][n].shape == v.shape
+                else False
+            )
             for i, e in full["state"].items()
             for n, v in e.items()
         )
@@ -530,7 +624,9 @@ def test_a_wrong_state_is_refused_on_every_rank(stage: int) -> None:
 def leaves(value: Any) -> list[Any]:
     """Return the values in a nest of dicts and lists."""
     if isinstance(value, dict):
-        return [leaf for item in [*value.keys(), *value.values()] for leaf in leaves(item)]
+        return [
+            leaf for item in [*value.keys(), *value.values()] for leaf in leaves(item)
+        ]
     if isinstance(value, list | tuple):
         return [leaf for item in value for leaf in leaves(item)]
     return [value]
@@ -571,4 +667,6 @@ def test_every_value_of_a_full_state_is_its_own_memory_on_the_host() -> None:
     for entry in full["state"].values():
         for value in entry.values():
             assert value.device.type == "cpu"
-            assert value.untyped_storage().nbytes() == value.numel() * value.element_size()
+            assert (
+                value.untyped_storage().nbytes() == value.numel() * value.element_size()
+            )

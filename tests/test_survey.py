@@ -1,5 +1,7 @@
-"""The survey of faults that users of other optimizers reported: where each of its rows is tested here, or why it cannot
-apply. Rows that are about the whole optimizer and had no test elsewhere have theirs below."""
+"""The survey of faults that users of other optimizers reported: where each of its rows
+is tested here, or why it cannot apply. Rows that are about the whole optimizer and had
+no test elsewhere have theirs below.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ ROWS: dict[str, str] = {
     "15": "test_update::test_update_at_any_address",
     "16": "test_update::test_update_at_any_address",
     "17": "test_no_host_sync::test_training_reads_nothing_on_the_host",
-    "18": "GPU only: nothing is freed under a launch, since buffers live as long as the optimizer",
+    "18": (
+        "GPU only: nothing is freed under a launch, since buffers live as long as the"
+        " optimizer"
+    ),
     "19": "test_parity::test_stages_buckets_and_overlap_agree_bit_for_bit",
     "20": "test_update::test_small_numbers_survive_sixteen_bits",
     "21": "test_update::test_moments_are_those_of_fp32_gradients",
@@ -78,8 +83,12 @@ ROWS: dict[str, str] = {
     "55": "test_amp::test_scaled_training_is_torchs",
     "56": "test_gradients::test_a_skipped_step_is_counted_on_every_rank",
     "57": "test_kernels::test_scalars_equal_their_twin",
-    "58": "test_kernels::test_reduce_of_integers_is_exact_and_finite_squares_stay_finite",
-    "59": "test_kernels::test_reduce_of_integers_is_exact_and_finite_squares_stay_finite",
+    "58": (
+        "test_kernels::test_reduce_of_integers_is_exact_and_finite_squares_stay_finite"
+    ),
+    "59": (
+        "test_kernels::test_reduce_of_integers_is_exact_and_finite_squares_stay_finite"
+    ),
     "60": "test_kernels::test_the_norm_is_that_of_all_ranks",
     "61": "test_amp::test_without_a_scaler_the_scale_is_one",
     "62": "test_update::test_a_huge_norm_is_clipped_in_fp32",
@@ -90,11 +99,16 @@ ROWS: dict[str, str] = {
     "67": "GPU only: bench.gpu gives every kernel as percent of a copy in the same run",
     "68": "test_kernels::test_values_do_not_recompile",
     "69": "test_survey::test_loading_takes_one_shard_of_memory",
-    "70": "test_survey::test_every_rule_is_a_torch_optimizer_and_takes_frozen_parameters",
+    "70": (
+        "test_survey::test_every_rule_is_a_torch_optimizer_and_takes_frozen_parameters"
+    ),
     "S1": "test_formats::test_splits_keep_what_is_not_a_number",
     "S2": "test_formats::test_bf16_stochastic_keeps_what_is_not_a_number",
     "S3": "test_update::test_small_numbers_survive_sixteen_bits",
-    "S4": "cannot apply: the norm is always of all parameters, since clip_grad_norm_ takes no list of them",
+    "S4": (
+        "cannot apply: the norm is always of all parameters, since clip_grad_norm_"
+        " takes no list of them"
+    ),
     "S5": "test_kernels::test_pack_with_empty_tensors_anywhere",
     "S6": "test_kernels::test_pack_reads_strides",
     "S7": "test_survey::test_a_strided_parameter_on_the_cpu_is_updated_in_place",
@@ -105,7 +119,7 @@ ROWS: dict[str, str] = {
     "S12": "test_state_dict::test_torch_saves_and_loads_it_with_weights_only",
     "S13": "test_survey::test_a_skipped_step_does_not_count_in_a_checkpoint",
     "S14": "test_kernels::test_scalars_equal_their_twin",
-}  # fmt: skip
+}
 
 
 def test_every_row_has_its_test() -> None:
@@ -114,16 +128,21 @@ def test_every_row_has_its_test() -> None:
         if place.startswith(("GPU only: ", "cannot apply: ")):
             continue
         module, name = place.split("::")
-        assert re.search(rf"^def {name}\(", (TESTS / f"{module}.py").read_text(), re.MULTILINE), (row, place)
+        assert re.search(
+            rf"^def {name}\(", (TESTS / f"{module}.py").read_text(), re.MULTILINE
+        ), (row, place)
 
 
 def steps_of(optimizer: Any) -> list[int]:
     """Return the step counter of every parameter, gathered."""
-    return [int(entry["step"]) for entry in optimizer.full_state_dict()["state"].values()]
+    return [
+        int(entry["step"]) for entry in optimizer.full_state_dict()["state"].values()
+    ]
 
 
 def uneven(reverse: bool) -> tuple[list[int], list[int], bool]:
-    """Train a model of which one rank holds no element of the second group; resume with the shards the other way."""
+    """Train a model of which one rank holds no element of the second group; resume with
+    the shards the other way."""
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(n)) for n in (4096, 5)]
     groups = [{"params": [param]} for param in params]
@@ -135,13 +154,19 @@ def uneven(reverse: bool) -> tuple[list[int], list[int], bool]:
     before = steps_of(optimizer)
     other = [nn.Parameter(param.detach().clone()) for param in params]
     groups = [{"params": [param]} for param in other]
-    resumed = zerokern.AdamW(groups[::-1] if reverse else groups, buckets=zerokern.Buckets(bytes=2**16))
+    resumed = zerokern.AdamW(
+        groups[::-1] if reverse else groups, buckets=zerokern.Buckets(bytes=2**16)
+    )
     resumed.load_state_dict(optimizer.full_state_dict())
     for mine, its in ((params, optimizer), (other, resumed)):
         for param in mine:
             param.grad = torch.ones_like(param)
         its.step()
-    return before, steps_of(resumed), all(torch.equal(a, b) for a, b in zip(params, other, strict=True))
+    return (
+        before,
+        steps_of(resumed),
+        all(torch.equal(a, b) for a, b in zip(params, other, strict=True)),
+    )
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -160,7 +185,11 @@ def test_each_parameter_counts_its_own_steps() -> None:
     theirs = torch.optim.AdamW(twins, lr=1e-2)
     for step in range(6):
         for index, param in enumerate((always, sometimes, narrow)):
-            param.grad = torch.full_like(param, 0.1 * (step + 1)) if index != 1 or step % 2 else None
+            param.grad = (
+                torch.full_like(param, 0.1 * (step + 1))
+                if index != 1 or step % 2
+                else None
+            )
         for twin, param in zip(twins, (always, sometimes), strict=True):
             twin.grad = None if param.grad is None else param.grad.clone()
         ours.step()
@@ -184,14 +213,17 @@ def test_a_learning_rate_may_be_a_number_or_a_tensor(optimizer: Any) -> None:
 
 
 def load_peak() -> tuple[int, int]:
-    """Return the scratch memory that loading took, and the largest shard, in bytes of fp32."""
+    """Return the scratch memory that loading took, and the largest shard, in bytes of
+    fp32."""
     model = models.gpt().bfloat16()
     optimizer = sharded(model, 1, precision=Precision(master="split32", moments="8bit"))
     saved = optimizer.full_state_dict()
     scratch = optimizer._zero.scratch
     scratch.peak_bytes = scratch.live_bytes
     optimizer.load_state_dict(saved)
-    return scratch.peak_bytes, max(4 * p.bucket.shard_numel for p in optimizer._zero.trainable)
+    return scratch.peak_bytes, max(
+        4 * p.bucket.shard_numel for p in optimizer._zero.trainable
+    )
 
 
 def test_loading_takes_one_shard_of_memory() -> None:
@@ -199,8 +231,12 @@ def test_loading_takes_one_shard_of_memory() -> None:
         assert 0 < peak <= shard
 
 
-@pytest.mark.parametrize("optimizer", [zerokern.Adam, zerokern.AdamW, zerokern.SGD, zerokern.Lion])
-def test_every_rule_is_a_torch_optimizer_and_takes_frozen_parameters(optimizer: Any) -> None:
+@pytest.mark.parametrize(
+    "optimizer", [zerokern.Adam, zerokern.AdamW, zerokern.SGD, zerokern.Lion]
+)
+def test_every_rule_is_a_torch_optimizer_and_takes_frozen_parameters(
+    optimizer: Any,
+) -> None:
     model = models.toy()
     model.head.weight.requires_grad_(False)
     frozen = model.head.weight.detach().clone()
@@ -211,10 +247,17 @@ def test_every_rule_is_a_torch_optimizer_and_takes_frozen_parameters(optimizer: 
     assert torch.equal(model.head.weight, frozen)
 
 
-@pytest.mark.parametrize("precision", [Precision(), Precision(master="split24", moments="8bit")], ids=str)
-def test_a_strided_parameter_on_the_cpu_is_updated_in_place(precision: Precision) -> None:
+@pytest.mark.parametrize(
+    "precision", [Precision(), Precision(master="split24", moments="8bit")], ids=str
+)
+def test_a_strided_parameter_on_the_cpu_is_updated_in_place(
+    precision: Precision,
+) -> None:
     dtype = torch.float32 if precision == Precision() else torch.bfloat16
-    for strided in (torch.randn(8, 6).t(), torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)):
+    for strided in (
+        torch.randn(8, 6).t(),
+        torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last),
+    ):
         param = nn.Parameter(strided.to(dtype))
         flat = nn.Parameter(param.detach().clone(memory_format=torch.contiguous_format))
         before = param.detach().clone()
@@ -223,7 +266,8 @@ def test_a_strided_parameter_on_the_cpu_is_updated_in_place(precision: Precision
             one.grad = torch.linspace(-1, 1, one.numel()).view(one.shape).to(dtype)
             optimizer.step()
         assert (param != before).any()
-        if precision == Precision():  # the order of elements in memory decides about random bits
+        # The order of elements in memory decides about random bits.
+        if precision == Precision():
             assert torch.equal(param, flat)
         else:
             torch.testing.assert_close(param, flat, rtol=2**-6, atol=1e-3)
@@ -242,4 +286,10 @@ def test_a_skipped_step_does_not_count_in_a_checkpoint() -> None:
         if step == 2:
             assert set(steps_of(ours)) == {2}
             ours.load_state_dict(copy.deepcopy(ours.state_dict()))
-    assert differing(whole(model, ours) | state_of(model, ours), whole(twin, other) | state_of(twin, other)) == []
+    assert (
+        differing(
+            whole(model, ours) | state_of(model, ours),
+            whole(twin, other) | state_of(twin, other),
+        )
+        == []
+    )

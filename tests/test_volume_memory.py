@@ -31,7 +31,8 @@ def train(
     build: Callable[[], nn.Module] = models.gpt,
     **options: Any,
 ) -> dict[str, Any]:
-    """Train two steps and return logs and memory of the second, when everything is warm."""
+    """Train two steps and return logs and memory of the second, when everything is
+    warm."""
     model = build().to(dtype)
     optimizer = sharded(model, stage, lr=1e-3, **{"buckets": SMALL, **options})
     zero = optimizer._zero
@@ -69,15 +70,44 @@ def _backward(model: nn.Module, step: int) -> None:
 
 
 CASES: dict[Any, Callable[[], Any]] = {
-    **{("plain", s, d): functools.partial(train, s, DTYPES[d]) for s in STAGES for d in DTYPES},
-    **{("accumulated", s): functools.partial(train, s, micros=ACCUMULATED, build=models.toy) for s in STAGES},
-    **{("no_sync", s): functools.partial(train, s, micros=ACCUMULATED, no_sync=True, build=models.toy) for s in STAGES},
-    **{("clipped", s): functools.partial(train, s, max_grad_norm=0.1) for s in STAGES},
-    **{("poison", s): functools.partial(train, s, micros=2, poison=True, build=models.toy) for s in STAGES},
-    **{("no poison", s): functools.partial(train, s, micros=2, build=models.toy) for s in STAGES},
-    **{("layers", n): functools.partial(train, 3, build=lambda n=n: models.gpt(width=24, layers=n)) for n in (5, 9)},
     **{
-        ("overlap off", s): functools.partial(train, s, buckets=zerokern.Buckets(bytes=40_000, overlap=False))
+        ("plain", s, d): functools.partial(train, s, DTYPES[d])
+        for s in STAGES
+        for d in DTYPES
+    },
+    **{
+        ("accumulated", s): functools.partial(
+            train, s, micros=ACCUMULATED, build=models.toy
+        )
+        for s in STAGES
+    },
+    **{
+        ("no_sync", s): functools.partial(
+            train, s, micros=ACCUMULATED, no_sync=True, build=models.toy
+        )
+        for s in STAGES
+    },
+    **{("clipped", s): functools.partial(train, s, max_grad_norm=0.1) for s in STAGES},
+    **{
+        ("poison", s): functools.partial(
+            train, s, micros=2, poison=True, build=models.toy
+        )
+        for s in STAGES
+    },
+    **{
+        ("no poison", s): functools.partial(train, s, micros=2, build=models.toy)
+        for s in STAGES
+    },
+    **{
+        ("layers", n): functools.partial(
+            train, 3, build=lambda n=n: models.gpt(width=24, layers=n)
+        )
+        for n in (5, 9)
+    },
+    **{
+        ("overlap off", s): functools.partial(
+            train, s, buckets=zerokern.Buckets(bytes=40_000, overlap=False)
+        )
         for s in STAGES
     },
 }
@@ -113,24 +143,30 @@ def sent(result: dict[str, Any], op: str) -> int:
 @in_stages
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_volume_of_a_step(at: int, stage: int, dtype: str) -> None:
-    """H10: 2P, 2P and 3P elements times (W - 1) / W, with the layout's padding, and one small vector."""
+    """H10: 2P, 2P and 3P elements times (W - 1) / W, with the layout's padding, and one
+    small vector."""
     itemsize = torch.empty((), dtype=DTYPES[dtype]).element_size()
     for result in trained(at)["plain", stage, dtype]:
         padded = result["padded"]
         gathers = 2 if stage == 3 else 1
         words = at * (1 + -(-result["rows"] // 32))
         assert elements(result) == {
-            "reduce_scatter": padded, "all_gather": gathers * padded, "all_gather_words": words,
-        }  # fmt: skip
+            "reduce_scatter": padded,
+            "all_gather": gathers * padded,
+            "all_gather_words": words,
+        }
         assert sent(result, "reduce_scatter") == padded * itemsize * (at - 1) // at
-        assert sent(result, "all_gather") == gathers * padded * itemsize * (at - 1) // at
+        assert (
+            sent(result, "all_gather") == gathers * padded * itemsize * (at - 1) // at
+        )
 
 
 @at_worlds
 @in_stages
 def test_padding_on_the_wire_is_small(at: int, stage: int) -> None:
     result = trained(at)["plain", stage, "fp32"][0]
-    assert result["padded"] < 1.02 * result["payload"]  # buckets of 40 kB; 1 % of a real model's, see test_layout
+    # Buckets of 40 kB; 1 % of a real model's, see test_layout.
+    assert result["padded"] < 1.02 * result["payload"]
 
 
 @at_worlds
@@ -162,18 +198,24 @@ def test_no_sync_reduces_once(at: int, stage: int) -> None:
     """F6: not a silent no-op."""
     for result in trained(at)["no_sync", stage]:
         assert elements(result)["reduce_scatter"] == result["padded"]
-        assert elements(result)["all_gather"] == (2 * ACCUMULATED if stage == 3 else 1) * result["padded"]
+        assert (
+            elements(result)["all_gather"]
+            == (2 * ACCUMULATED if stage == 3 else 1) * result["padded"]
+        )
 
 
 @at_worlds
 @in_stages
 def test_clipping_and_overlap_change_no_volume(at: int, stage: int) -> None:
-    """A6, H13: the norm rides on the one small vector; a collective per bucket and direction, no more."""
+    """A6, H13: the norm rides on the one small vector; a collective per bucket and
+    direction, no more."""
     plain = trained(at)["plain", stage, "fp32"][0]
     for other in ("clipped", "overlap off"):
         result = trained(at)[other, stage][0]
         assert elements(result) == elements(plain)
-        assert Counter(call.op for call in result["log"]) == Counter(call.op for call in plain["log"])
+        assert Counter(call.op for call in result["log"]) == Counter(
+            call.op for call in plain["log"]
+        )
 
 
 @at_worlds
@@ -188,7 +230,9 @@ def test_every_record_says_group_and_step(at: int, stage: int) -> None:
 def test_stages_1_and_2_reduce_in_backward_and_gather_in_the_step(at: int) -> None:
     for stage in (1, 2):
         log = trained(at)["plain", stage, "fp32"][0]["log"]
-        assert {call.phase for call in log if call.op == "reduce_scatter"} == {"backward"}
+        assert {call.phase for call in log if call.op == "reduce_scatter"} == {
+            "backward"
+        }
         assert {call.phase for call in log if call.op == "all_gather"} == {"step"}
 
 
@@ -206,9 +250,19 @@ def theory(stage: int, dtype: str, w: int) -> dict[str, float]:
     """Return bytes per parameter by role; fp32 models have no master of their own."""
     if dtype == "fp32":
         gradients = {1: 4, 2: 4 / w, 3: 4 / w}[stage]
-        return {"parameters": 4 / w if stage == 3 else 4, "gradients": gradients, "master": 0, "moments": 8 / w}
+        return {
+            "parameters": 4 / w if stage == 3 else 4,
+            "gradients": gradients,
+            "master": 0,
+            "moments": 8 / w,
+        }
     gradients = {1: 2 + 4 / w, 2: 4 / w, 3: 4 / w}[stage]
-    return {"parameters": 2 / w if stage == 3 else 2, "gradients": gradients, "master": 4 / w, "moments": 8 / w}
+    return {
+        "parameters": 2 / w if stage == 3 else 2,
+        "gradients": gradients,
+        "master": 4 / w,
+        "moments": 8 / w,
+    }
 
 
 @at_worlds
@@ -241,7 +295,9 @@ def test_training_adds_nothing_to_what_was_built(at: int, stage: int) -> None:
 
 @at_worlds
 @in_stages
-@pytest.mark.parametrize("case", ["plain", "accumulated", "no_sync", "clipped", "overlap off"])
+@pytest.mark.parametrize(
+    "case", ["plain", "accumulated", "no_sync", "clipped", "overlap off"]
+)
 def test_scratch_memory_returns_to_zero(at: int, stage: int, case: str) -> None:
     """C1. After evaluations and exceptions: test_gradients."""
     key = (case, stage, "fp32") if case == "plain" else (case, stage)
@@ -250,13 +306,15 @@ def test_scratch_memory_returns_to_zero(at: int, stage: int, case: str) -> None:
 
 @pytest.mark.parametrize("stage", (1, 2), ids="stage{}".format)
 def test_peak_scratch_is_a_few_buckets(stage: int) -> None:
-    """At most two exchanges under way, each a bucket and its chunks, and the bucket that fills."""
+    """At most two exchanges under way, each a bucket and its chunks, and the bucket
+    that fills."""
     result = trained(4)["plain", stage, "fp32"][0]
     assert 0 < result["peak"] <= 5 * result["largest"]
 
 
 def test_peak_scratch_of_stage3_is_a_few_units() -> None:
-    """The root, two units whole, the gradients of one that fills and of two that travel with their chunks."""
+    """The root, two units whole, the gradients of one that fills and of two that travel
+    with their chunks."""
     result = trained(4)["plain", 3, "fp32"][0]
     assert 0 < result["peak"] <= 8 * result["largest"]
 
@@ -275,8 +333,11 @@ def test_a_world_of_one_holds_16_bytes_per_parameter(stage: int) -> None:
 @at_worlds
 @in_stages
 def test_poisoned_scratch_changes_nothing(at: int, stage: int) -> None:
-    """A1, A2, A3: nobody reads a buffer before it is filled or after it was given back."""
-    for poisoned, plain in zip(trained(at)["poison", stage], trained(at)["no poison", stage], strict=True):
+    """A1, A2, A3: nobody reads a buffer before it is filled or after it was given
+    back."""
+    for poisoned, plain in zip(
+        trained(at)["poison", stage], trained(at)["no poison", stage], strict=True
+    ):
         assert differing(poisoned["params"], plain["params"]) == []
 
 

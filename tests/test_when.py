@@ -1,4 +1,5 @@
-"""When things happen does not change what happens: updates in backward, gathers in forward, and the default agree."""
+"""When things happen does not change what happens: updates in backward, gathers in
+forward, and the default agree."""
 
 from __future__ import annotations
 
@@ -20,14 +21,45 @@ import zerokern
 from zerokern import Buckets
 
 IN_BACKWARD = [
-    *("zero_grad_sets_to_none", "zero_grad_in_place", "zeroed_after_the_step", "model_zero_grad"),
-    *("no_sync_but_for_the_last", "used_only_under_no_sync", "no_sync_around_all_backwards"),
-    *("unused_on_all_ranks_is_left_alone", "unused_on_one_rank_counts_as_zeros", "used_on_one_rank_only"),
-    *("a_unit_is_skipped_and_the_order_changes", "a_unit_is_used_twice", "two_forwards_one_backward"),
-    *("checkpoint_reentrant", "checkpoint_not_reentrant", "checkpoint_reentrant_used_twice"),
-    *("checkpoint_with_accumulation", "closure", "scheduler_lambda", "groups_inside_one_bucket"),
-    *("a_frozen_parameter_stays", "every_gradient_set_by_hand", "step_before_any_backward", "blocks_called_directly"),
-]  # fmt: skip
+    *(
+        "zero_grad_sets_to_none",
+        "zero_grad_in_place",
+        "zeroed_after_the_step",
+        "model_zero_grad",
+    ),
+    *(
+        "no_sync_but_for_the_last",
+        "used_only_under_no_sync",
+        "no_sync_around_all_backwards",
+    ),
+    *(
+        "unused_on_all_ranks_is_left_alone",
+        "unused_on_one_rank_counts_as_zeros",
+        "used_on_one_rank_only",
+    ),
+    *(
+        "a_unit_is_skipped_and_the_order_changes",
+        "a_unit_is_used_twice",
+        "two_forwards_one_backward",
+    ),
+    *(
+        "checkpoint_reentrant",
+        "checkpoint_not_reentrant",
+        "checkpoint_reentrant_used_twice",
+    ),
+    *(
+        "checkpoint_with_accumulation",
+        "closure",
+        "scheduler_lambda",
+        "groups_inside_one_bucket",
+    ),
+    *(
+        "a_frozen_parameter_stays",
+        "every_gradient_set_by_hand",
+        "step_before_any_backward",
+        "blocks_called_directly",
+    ),
+]
 """Scripts that need no gradient after the backward in which it was formed."""
 WAYS = {
     "default": Buckets(bytes=6000),
@@ -78,14 +110,16 @@ def played(request: pytest.FixtureRequest) -> ranks.Cases:
 )
 def test_same_bits(played: ranks.Cases, name: str, stage: int, way: str) -> None:
     """Parameters, moments, counters, and no memory left."""
-    for ours, default in zip(played[name, stage, way], played[name, stage, "default"], strict=True):
+    for ours, default in zip(
+        played[name, stage, way], played[name, stage, "default"], strict=True
+    ):
         assert differing(ours["params"], default["params"]) == []
         assert differing(ours["state"], default["state"]) == []
         assert differing(ours["seen"], default["seen"]) == []
         assert not any(ours["buffers"])
 
 
-# ---------------------------------------------------------------------- updates in backward
+# ------------------------------------------------------------------ updates in backward
 
 
 def updating(stage: int, **options: Any) -> tuple[models.Toy, Any]:
@@ -95,7 +129,8 @@ def updating(stage: int, **options: Any) -> tuple[models.Toy, Any]:
 
 
 def memory(stage: int) -> list[tuple[int, int, int]]:
-    """Return, per step, the peak of scratch memory in backward, gradients after it, and the largest bucket."""
+    """Return, per step, the peak of scratch memory in backward, gradients after it, and
+    the largest bucket."""
     model = models.Toy(blocks=16)
     optimizer = sharded(model, stage, buckets=WAYS["in backward"])
     scratch = optimizer._zero.scratch
@@ -113,7 +148,8 @@ def memory(stage: int) -> list[tuple[int, int, int]]:
 
 
 def refused(stage: int) -> dict[str, str]:
-    """Return what is said to those who come too late, or need all gradients; and that training goes on."""
+    """Return what is said to those who come too late, or need all gradients; and that
+    training goes on."""
     said = {}
 
     def attempt(name: str, act: Callable[[], Any]) -> None:
@@ -140,8 +176,8 @@ def refused(stage: int) -> dict[str, str]:
 
 
 def dropped(stage: int, way: str) -> list[str]:
-    """Drop an optimizer while its gathers are under way, twice; return how the parameters differ from those of a run
-    that kept it until they were there."""
+    """Drop an optimizer while its gathers are under way, twice; return how the
+    parameters differ from those of a run that kept it until they were there."""
     kept = []
     for keep in (False, True, False):
         model = models.toy()
@@ -152,13 +188,17 @@ def dropped(stage: int, way: str) -> list[str]:
             whole(model, optimizer)
         del optimizer
         gc.collect()
-        kept.append({name: param.detach().clone() for name, param in model.named_parameters()})
+        kept.append(
+            {name: param.detach().clone() for name, param in model.named_parameters()}
+        )
     return [*differing(kept[0], kept[1]), *differing(kept[2], kept[1])]
 
 
 @pytest.mark.parametrize("stage", (1, 2), ids="stage{}".format)
 @pytest.mark.parametrize("way", ("in forward", "both"))
-def test_gathers_under_way_arrive_when_the_optimizer_is_dropped(stage: int, way: str) -> None:
+def test_gathers_under_way_arrive_when_the_optimizer_is_dropped(
+    stage: int, way: str
+) -> None:
     """The model stays whole, and the next optimizer finds the group at rest."""
     assert ranks.run(2, dropped, stage, way) == [[], []]
 
@@ -168,11 +208,14 @@ def not_finite(stage: int) -> bool:
     model, optimizer = updating(stage)
     (models.loss_of(model, *models.batch(0)) * float("inf")).backward()
     optimizer.step()
-    return int(optimizer.skipped_steps) == 0 and not all(p.isfinite().all() for p in whole(model, optimizer).values())
+    return int(optimizer.skipped_steps) == 0 and not all(
+        p.isfinite().all() for p in whole(model, optimizer).values()
+    )
 
 
 def interrupted(stage: int) -> list[str]:
-    """An exception in a backward; what was updated is updated, and the next steps are like those of any other state."""
+    """An exception in a backward; what was updated is updated, and the next steps are
+    like those of any other state."""
     model, optimizer = updating(stage)
     for step in range(2):
         models.loss_of(model, *models.batch(step)).backward()
@@ -197,16 +240,24 @@ def interrupted(stage: int) -> list[str]:
     for net, its in ((model, optimizer), (twin, other)):
         models.loss_of(net, *models.batch(3)).backward()
         its.step()
-    return [*differing(whole(model, optimizer), whole(twin, other)), *(["buffers"] if buffers else [])]
+    return [
+        *differing(whole(model, optimizer), whole(twin, other)),
+        *(["buffers"] if buffers else []),
+    ]
 
 
 @functools.cache
 def updated() -> ranks.Cases:
     """All of these, on two ranks."""
     tests: dict[str, Callable[[int], Any]] = {
-        "memory": memory, "refused": refused, "not finite": not_finite, "interrupted": interrupted,
-    }  # fmt: skip
-    return ranks.run_cases(2, {(n, s): functools.partial(t, s) for n, t in tests.items() for s in STAGES})
+        "memory": memory,
+        "refused": refused,
+        "not finite": not_finite,
+        "interrupted": interrupted,
+    }
+    return ranks.run_cases(
+        2, {(n, s): functools.partial(t, s) for n, t in tests.items() for s in STAGES}
+    )
 
 
 in_stages = pytest.mark.parametrize("stage", STAGES, ids="stage{}".format)
@@ -214,8 +265,9 @@ in_stages = pytest.mark.parametrize("stage", STAGES, ids="stage{}".format)
 
 @in_stages
 def test_gradients_take_the_memory_of_a_few_buckets(stage: int) -> None:
-    """Two under way, with as much again of chunks and shards, and one that fills. Stage 3 has four gathered units
-    besides: the root, the last one, the one in use and the next."""
+    """Two under way, with as much again of chunks and shards, and one that fills. Stage
+    3 has four gathered units besides: the root, the last one, the one in use and the
+    next."""
     for result in updated()["memory", stage]:
         for step, (peak, gradients, bucket) in enumerate(result):
             assert gradients == 0
@@ -242,7 +294,8 @@ def test_after_an_exception_the_next_step_is_right(stage: int) -> None:
 
 
 def test_a_graph_that_still_needs_the_old_values_raises_torch_s_own_error() -> None:
-    """The weight's gradient is there before a detached use of the weight has its own backward."""
+    """The weight's gradient is there before a detached use of the weight has its own
+    backward."""
 
     class Net(nn.Module):
         def __init__(self) -> None:

@@ -6,31 +6,21 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from .config import Buckets, Precision
-from .plan import quantities, report
+from .config import Buckets
+from .plan import arguments, quantities, report
 from .plan.advice import advise
 from .plan.calibration import calibrate
 from .plan.forecast import Forecast, Setting, Way, forecast
 from .plan.machine import Machine
 from .plan.script import dryrun
 from .plan.subject import Subject, find, of_count
-
-T = TypeVar("T")
-
-RECIPES = {
-    "fp32": Precision(),
-    "split32": Precision(master="split32", moments="bf16", gradients=torch.bfloat16),
-    "8bit": Precision(master="split32", moments="8bit", gradients=torch.bfloat16),
-}
-"""Formats of optimizer state by the name that the command line has for them; docs/design.md lists all."""
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,87 +42,56 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _quantity(parse: Callable[[str], T]) -> Callable[[str], T]:
-    def read(text: str) -> T:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return read
-
-
-COUNT, SIZE = _quantity(quantities.count), _quantity(quantities.size)
-BANDWIDTH, RATE = _quantity(quantities.bandwidth), _quantity(quantities.rate)
-
 # ---------------------------------------------------------------------- plan
 
 
 def _add_plan(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
-        help="what training a model takes, per stage and recipe: memory, collectives, time; and which to choose",
-        description="Builds the model on fake tensors, trains it for two steps in a fake world with zerokern's own "
-        "code, and reports per rank. Nothing is downloaded, computed or sent.",
+        help=(
+            "what training a model takes, per stage and recipe: memory, collectives,"
+            " time; and which to choose"
+        ),
+        description=(
+            "Builds the model on fake tensors, trains it for two steps in a fake world"
+            " with zerokern's own code, and reports per rank. Nothing is downloaded,"
+            " computed or sent."
+        ),
     )
     plan.set_defaults(run=_plan)
-    add = plan.add_argument
-    add("model", nargs="?", help="package.module:factory, or a Hugging Face config.json")
-    add("--params", type=COUNT, help="instead of a model: a decoder of so many parameters, such as 7e9")
-    add("--layers", type=COUNT, default=32, help="of that decoder (default 32)")
-    add("--gpus", type=COUNT, default=8, metavar="N", help="ranks (default 8)")
-    add("--gpu-memory", type=SIZE, default=80 * 2**30, metavar="80GiB", help="of one GPU")
-    add("--reserve", type=SIZE, default=2 * 2**30, metavar="2GiB", help="of it, for driver, allocator and NCCL")
-    add("--per-node", type=COUNT, metavar="N", help="GPUs of a node (default 8)")
-    add("--intra", type=BANDWIDTH, metavar="450GB/s", help="within a node, per GPU, one direction")
-    add("--inter", type=BANDWIDTH, metavar="400Gb/s", help="between nodes, per GPU, one direction")
-    add("--compute", type=RATE, metavar="400e12", help="FLOP/s that matrix products reach")
-    add("--peak", type=RATE, metavar="989e12", help="FLOP/s that the maker promises, for utilisation")
-    add(
-        "--calibrate",
-        action="store_true",
-        help="measure the rates of this machine, or under torchrun of all, into --machine",
-    )
-    add("--machine", type=Path, metavar="FILE", help="rates that --calibrate has written")
-    add("--batch", type=COUNT, default=1, help="samples of a rank's micro-batch (default 1)")
-    add("--sequence", type=COUNT, default=2048, help="tokens of a sample (default 2048)")
-    add("--accumulate", type=COUNT, default=1, help="micro-batches of a step (default 1)")
-    add("--dtype", choices=DTYPES, default="bf16", help="of the parameters (default bf16)")
-    add("--stage", type=int, nargs="+", choices=(1, 2, 3), default=[1, 2, 3])
-    add("--recipe", nargs="+", choices=RECIPES, default=["fp32", "8bit"], help="formats of the optimizer state")
-    add("--checkpointing", action="store_true", help="recompute activations; else only tried if nothing fits")
-    add("--bucket", type=SIZE, default=Buckets().bytes, metavar="25MiB", help="stages 1 and 2")
-    add("--json", action="store_true", help="everything, the log of collectives included, as JSON")
-    add("--plot", type=Path, metavar="FILE", help="draw throughput against GPUs, and memory")
+    arguments.add_to(plan)
 
 
 def _plan(options: argparse.Namespace) -> None:
     for path in (options.machine, options.plot):
         if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"{path}: there is no folder {path.parent}; make it first, or name another file")
+            raise ValueError(
+                f"{path}: there is no folder {path.parent}; make it first, or name"
+                " another file"
+            )
     if options.calibrate:
         _calibrate(options.machine or Path("machine.json"))
         return
-    dtype = DTYPES[options.dtype]
-    subject = _subject(options, dtype)
+    subject = _subject(options, arguments.DTYPES[options.dtype])
     buckets = Buckets(bytes=options.bucket)
-    setting = Setting(world=options.gpus, machine=_machine(options), accumulate=options.accumulate, buckets=buckets)
+    setting = Setting(
+        world=options.gpus,
+        machine=_machine(options),
+        accumulate=options.accumulate,
+        buckets=buckets,
+    )
     room = options.gpu_memory - options.reserve
     if room <= 0:
-        raise ValueError(f"--reserve {quantities.gib(options.reserve)} leaves nothing of --gpu-memory; give less")
-    found: list[Forecast] = []
-    for again in (True,) if options.checkpointing else (False, True):
-        for name in dict.fromkeys(options.recipe):
-            for stage in sorted(set(options.stage)):
-                way = Way(stage=stage, recipe=name, precision=RECIPES[name], checkpointing=again)
-                with _status(f"rehearsing {way.title}", quiet=options.json):
-                    found.append(forecast(subject, way, setting))
-        if found[0].peak is None or any(f.needs <= room for f in found):
-            break
+        raise ValueError(
+            f"--reserve {quantities.gib(options.reserve)} leaves nothing of"
+            " --gpu-memory; give less"
+        )
+    found = _forecasts(options, subject, setting, room)
 
     def late(way: Way) -> Forecast:
+        late_buckets = replace(buckets, gather_in_forward=True)
         with _status("rehearsing gathers in forward", quiet=options.json):
-            return forecast(subject, way, replace(setting, buckets=replace(buckets, gather_in_forward=True)))
+            return forecast(subject, way, replace(setting, buckets=late_buckets))
 
     advice = advise(found, options.gpu_memory, options.reserve, late)
     if options.plot:
@@ -141,24 +100,58 @@ def _plan(options: argparse.Namespace) -> None:
         print(json.dumps(report.as_json(found, advice, room), indent=2))
         return
     print(
-        f"{subject.title}: {found[0].params / 1e9:,.3g} B parameters on {setting.world} ranks, {subject.tokens:,} "
-        f"{subject.per} x {setting.accumulate} a rank and step; machine: {setting.machine.name}"
+        f"{subject.title}: {found[0].params / 1e9:,.3g} B parameters on {setting.world}"
+        f" ranks, {subject.tokens:,} {subject.per} x {setting.accumulate} a rank and"
+        f" step; machine: {setting.machine.name}"
     )
     _print_table(report.table(found, room, subject.per))
-    print(f"\n{f'Take {advice.way.title}' if advice.way else 'There is no way'}: {advice.reason}.")
+    choice = f"Take {advice.way.title}" if advice.way else "There is no way"
+    print(f"\n{choice}: {advice.reason}.")
+
+
+def _forecasts(
+    options: argparse.Namespace, subject: Subject, setting: Setting, room: int
+) -> list[Forecast]:
+    """Rehearse what was asked for; with checkpointing too if nothing fits without."""
+    found: list[Forecast] = []
+    for checkpointing in (True,) if options.checkpointing else (False, True):
+        for name in dict.fromkeys(options.recipe):
+            for stage in sorted(set(options.stage)):
+                way = Way(
+                    stage=stage,
+                    recipe=name,
+                    precision=arguments.RECIPES[name],
+                    checkpointing=checkpointing,
+                )
+                with _status(f"rehearsing {way.title}", quiet=options.json):
+                    found.append(forecast(subject, way, setting))
+        if found[0].peak is None or any(f.needs <= room for f in found):
+            break
+    return found
 
 
 def _subject(options: argparse.Namespace, dtype: torch.dtype) -> Subject:
     given = {"batch": options.batch, "sequence": options.sequence, "dtype": dtype}
     if (options.model is None) == (options.params is None):
-        raise ValueError("give a model (package.module:factory or config.json) or --params, one of them")
-    return of_count(options.params, options.layers, **given) if options.params else find(options.model, **given)
+        raise ValueError(
+            "give a model (package.module:factory or config.json) or --params, one of"
+            " them"
+        )
+    return (
+        of_count(options.params, options.layers, **given)
+        if options.params
+        else find(options.model, **given)
+    )
 
 
 def _machine(options: argparse.Namespace) -> Machine:
     machine = Machine() if options.machine is None else Machine.load(options.machine)
     names = ("per_node", "intra", "inter", "compute", "peak")
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    given = {
+        name: getattr(options, name)
+        for name in names
+        if getattr(options, name) is not None
+    }
     return replace(machine, **given)
 
 
@@ -177,31 +170,58 @@ def _add_dryrun(commands: Any) -> None:
     parser = commands.add_parser(
         "dryrun",
         help="run a training script as one rank of any world, on fake tensors",
-        description="Runs the script as torchrun would start it, on fake tensors and a fake process group, for a few "
-        "optimizer steps, and reports the log of collectives and the bytes in use.",
+        description=(
+            "Runs the script as torchrun would start it, on fake tensors and a fake"
+            " process group, for a few optimizer steps, and reports the log of"
+            " collectives and the bytes in use."
+        ),
     )
     parser.set_defaults(run=_dryrun)
-    parser.add_argument("--world", type=COUNT, required=True, metavar="N", help="ranks")
-    parser.add_argument("--rank", type=int, default=0, help="which one to be (default 0)")
-    parser.add_argument("--per-node", type=COUNT, default=8, metavar="N", help="ranks of a node, for LOCAL_RANK")
-    parser.add_argument("--steps", type=COUNT, default=2, help="optimizer steps after which to stop (default 2)")
-    parser.add_argument("--json", action="store_true", help="everything, with log and timeline, as JSON")
-    parser.add_argument("script", type=Path, help="the training script; its own arguments follow")
+    parser.add_argument(
+        "--world", type=arguments.COUNT, required=True, metavar="N", help="ranks"
+    )
+    parser.add_argument(
+        "--rank", type=int, default=0, help="which one to be (default 0)"
+    )
+    parser.add_argument(
+        "--per-node",
+        type=arguments.COUNT,
+        default=8,
+        metavar="N",
+        help="ranks of a node, for LOCAL_RANK",
+    )
+    parser.add_argument(
+        "--steps",
+        type=arguments.COUNT,
+        default=2,
+        help="optimizer steps after which to stop (default 2)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="everything, with log and timeline, as JSON"
+    )
+    parser.add_argument(
+        "script", type=Path, help="the training script; its own arguments follow"
+    )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 def _dryrun(options: argparse.Namespace) -> None:
     with contextlib.redirect_stdout(sys.stderr):  # what the script prints
         outcome = dryrun(
-            options.script, options.arguments, world=options.world, rank=options.rank, per_node=options.per_node,
+            options.script,
+            options.arguments,
+            world=options.world,
+            rank=options.rank,
+            per_node=options.per_node,
             steps=options.steps,
-        )  # fmt: skip
+        )
     if options.json:
         print(json.dumps(report.outcome_as_json(outcome), indent=2))
         return
     print(
-        f"{options.script} as rank {outcome.rank} of {outcome.world}: {outcome.steps} steps, "
-        f"{outcome.params / 1e9:,.3g} B trainable parameters. Every rank holds and sends the same."
+        f"{options.script} as rank {outcome.rank} of {outcome.world}: {outcome.steps}"
+        f" steps, {outcome.params / 1e9:,.3g} B trainable parameters. Every rank holds"
+        " and sends the same."
     )
     for rows in report.outcome_tables(outcome):
         _print_table(rows, turned=False)
@@ -215,7 +235,9 @@ def _print_table(rows: Sequence[Sequence[str]], *, turned: bool = True) -> None:
         from rich.console import Console
         from rich.table import Table
     except ImportError:
-        raise ValueError("tables need rich: pip install 'zerokern[plan]', or ask for --json") from None
+        raise ValueError(
+            "tables need rich: pip install 'zerokern[plan]', or ask for --json"
+        ) from None
     heading, *body = zip(*rows, strict=True) if turned else rows
     table = Table(box=None)
     for index, title in enumerate(heading):

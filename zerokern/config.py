@@ -1,4 +1,5 @@
-"""What a user may choose, as frozen values; and the one place where the environment is read."""
+"""What a user may choose, as frozen values; and the one place where the environment is
+read."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ Backend = Literal["auto", "triton", "native", "torch"]
 def backend() -> Backend:
     """Return `ZEROKERN_BACKEND`: which implementation of the kernels runs.
 
-    "auto" (the default) takes Triton for tensors on a GPU and native code, compiled at the first use, on the CPU;
-    "torch" is plain torch everywhere, and what "native" falls back to without a C compiler. All give the same bits.
+    "auto" (the default) takes Triton for tensors on a GPU and native code, compiled at
+    the first use, on the CPU; "torch" is plain torch everywhere, and what "native"
+    falls back to without a C compiler. All give the same bits.
 
     Raises:
         ValueError: the variable holds anything else.
@@ -25,7 +27,8 @@ def backend() -> Backend:
     value = os.environ.get("ZEROKERN_BACKEND", "auto")
     if value not in get_args(Backend):
         raise ValueError(
-            f"ZEROKERN_BACKEND is {value!r}; it must be one of {', '.join(get_args(Backend))}: set or unset it"
+            f"ZEROKERN_BACKEND is {value!r}; it must be one of"
+            f" {', '.join(get_args(Backend))}: set or unset it"
         )
     return value  # type: ignore[return-value]
 
@@ -37,7 +40,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """How numbers are stored and sent. Every combination is one pass of one kernel; docs/design.md has their bytes.
+    """How numbers are stored and sent. Every combination is one pass of one kernel;
+    docs/design.md has their bytes.
 
     Example::
 
@@ -50,21 +54,25 @@ class Precision:
     master: Master = "fp32"
     """What keeps 16-bit parameters precise; fp32 parameters need nothing.
 
-    "fp32": an fp32 copy, 4 bytes. "split32": the 16 bits that a bf16 parameter lacks to fp32, 2 bytes. "split24": 8 of
-    them, 1 byte, rounded stochastically. "none": nothing; a bf16 parameter itself is rounded stochastically."""
+    "fp32": an fp32 copy, 4 bytes. "split32": the 16 bits that a bf16 parameter lacks to
+    fp32, 2 bytes. "split24": 8 of them, 1 byte, rounded stochastically. "none":
+    nothing; a bf16 parameter itself is rounded stochastically."""
 
     moments: Moments = "fp32"
-    """The moments of every parameter. "fp32": 4 bytes each. "bf16": 2, rounded stochastically, so that small changes
-    are not lost. "8bit": 8-bit floats in blocks of 64 with a power-of-two scale, rounded stochastically: 1.02 bytes."""
+    """The moments of every parameter. "fp32": 4 bytes each. "bf16": 2, rounded
+    stochastically, so that small changes are not lost. "8bit": 8-bit floats in blocks
+    of 64 with a power-of-two scale, rounded stochastically: 1.02 bytes."""
 
     wire: torch.dtype | None = None
-    """dtype of gradients on the wire and in buckets. None: that of the parameter. Sums are formed in fp32."""
+    """dtype of gradients on the wire and in buckets. None: that of the parameter. Sums
+    are formed in fp32."""
 
     gradients: torch.dtype = torch.float32
     """dtype of the reduced gradients, which a rank holds for its shard."""
 
     seed: int = 0
-    """What stochastic rounding derives from, besides step, parameter and element. torch's generators are not used."""
+    """What stochastic rounding derives from, besides step, parameter and element.
+    torch's generators are not used."""
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
@@ -75,7 +83,8 @@ class Precision:
         ):
             if value not in allowed:
                 raise ValueError(
-                    f"Precision({name}={value!r}): must be one of {', '.join(repr(choice) for choice in allowed)}"
+                    f"Precision({name}={value!r}): must be one of"
+                    f" {', '.join(repr(choice) for choice in allowed)}"
                 )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ValueError(f"Precision(seed={self.seed!r}): must be an integer")
@@ -90,23 +99,30 @@ class Buckets:
     """
 
     bytes: int = 25 * 2**20
-    """Size of a bucket of parameters in stages 1 and 2, in bytes. A larger parameter has a bucket of its own."""
+    """Size of a bucket of parameters in stages 1 and 2, in bytes. A larger parameter
+    has a bucket of its own."""
 
     overlap: bool = True
-    """Exchange a bucket as soon as its gradients are there; stage 3: gather the next unit ahead. Same bits."""
+    """Exchange a bucket as soon as its gradients are there; stage 3: gather the next
+    unit ahead. Same bits."""
 
     update_in_backward: bool = False
-    """Update a bucket as soon as its gradients are reduced: they take the memory of a bucket or two, and the update is
-    hidden behind backward. Every backward outside of `no_sync` is the last of its step. Excludes what needs all
-    gradients before the first update: clipping, loss scaling, and skipping steps that are not finite."""
+    """Update a bucket as soon as its gradients are reduced: they take the memory of a
+    bucket or two, and the update is hidden behind backward. Every backward outside of
+    `no_sync` is the last of its step. Excludes what needs all gradients before the
+    first update: clipping, loss scaling, and skipping steps that are not finite."""
 
     gather_in_forward: bool = False
-    """Stages 1 and 2: let the gathers of a step run on while the next forward computes, and wait for a bucket where one
-    of its parameters is first read. With `torch.compile`, pass `model` too: compiled code cannot wait, units can."""
+    """Stages 1 and 2: let the gathers of a step run on while the next forward computes,
+    and wait for a bucket where one of its parameters is first read. With
+    `torch.compile`, pass `model` too: compiled code cannot wait, units can."""
 
     units: Callable[[nn.Module], bool] | None = None
-    """Stage 3: which modules are gathered as one. None: the children of every ModuleList; the rest is the root."""
+    """Stage 3: which modules are gathered as one. None: the children of every
+    ModuleList; the rest is the root."""
 
     def __post_init__(self) -> None:
         if self.bytes <= 0:
-            raise ValueError(f"Buckets(bytes={self.bytes}): must be positive; the default is 25 MiB")
+            raise ValueError(
+                f"Buckets(bytes={self.bytes}): must be positive; the default is 25 MiB"
+            )

@@ -1,7 +1,9 @@
-"""A second queue of a GPU, for work that waits for the wire while the first goes on computing. On a CPU there is none.
+"""A second queue of a GPU, for work that waits for the wire while the first goes on
+computing. On a CPU there is none.
 
-Memory needs no `record_stream`: what the side works on is given back only after the main stream has waited for it, so
-the allocator can hand it on at once and holds no more than was planned.
+Memory needs no `record_stream`: what the side works on is given back only after the
+main stream has waited for it, so the allocator can hand it on at once and holds no more
+than was planned.
 """
 
 from __future__ import annotations
@@ -25,14 +27,16 @@ class Lane:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Queue what follows on the side, after all that the main stream was given so far."""
+        """Queue what follows on the side, after all that the main stream was given so
+        far."""
         assert self.stream is not None
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
             yield
 
     def mark(self) -> torch.cuda.Event:
-        """Return an event that happens when the side has done all that it was given so far."""
+        """Return an event that happens when the side has done all that it was given so
+        far."""
         assert self.stream is not None
         event = torch.cuda.Event()
         event.record(self.stream)

@@ -22,19 +22,23 @@ class ObservableOptimizer(StatefulOptimizer):
     """What the last step divided the gradients by."""
 
     def full_grad(self, param: nn.Parameter) -> Tensor | None:
-        """Return a parameter's gradient, averaged over the ranks, as a new tensor. All ranks must call it.
+        """Return a parameter's gradient, averaged over the ranks, as a new tensor. All
+        ranks must call it.
 
-        What is not reduced yet is reduced now; training goes on with the same result. Before the step, since after it a
-        gradient still stands for the next one, as in torch, until it is zeroed.
+        What is not reduced yet is reduced now; training goes on with the same result.
+        Before the step, since after it a gradient still stands for the next one, as in
+        torch, until it is zeroed.
 
         Args:
             param: one that this optimizer trains.
 
         Returns:
-            fp32, in the parameter's shape, before clipping and with any loss scale in it; None if no rank has used it.
+            fp32, in the parameter's shape, before clipping and with any loss scale in
+                it; None if no rank has used it.
 
         Raises:
-            ValueError: the parameter is of another optimizer, or updates are made in backward.
+            ValueError: the parameter is of another optimizer, or updates are made in
+                backward.
         """
         with torch.no_grad():
             zero = self._coordinator()
@@ -45,18 +49,22 @@ class ObservableOptimizer(StatefulOptimizer):
             whole = zero.scratch.take(bucket.bucket.numel, bucket.shard.dtype)
             whole[bucket.bucket.shard(zero.comm.rank)].copy_(bucket.shard)
             zero.comm.all_gather(whole, f"gradient {bucket.exchange.name}").wait()
-            gradient = bucket.parameters.views_of(whole)[index].to(torch.float32, copy=True)
+            gradient = bucket.parameters.views_of(whole)[index].to(
+                torch.float32, copy=True
+            )
             zero.scratch.give(whole)
             return gradient
 
     def local_grad(self, param: nn.Parameter) -> Tensor | None:
-        """Return this rank's part of what `full_grad` returns. Nothing is gathered, but all ranks must call it.
+        """Return this rank's part of what `full_grad` returns. Nothing is gathered, but
+        all ranks must call it.
 
         Args:
             param: one that this optimizer trains.
 
         Returns:
-            1-d view of the shard, perhaps empty, in the dtype of `Precision.gradients`: the elements, in memory order,
+            1-d view of the shard, perhaps empty, in the dtype of `Precision.gradients`:
+                the elements, in memory order,
             that `range` in `state_dict()` says. None if no rank has used the parameter.
 
         Raises:
@@ -70,12 +78,16 @@ class ObservableOptimizer(StatefulOptimizer):
             return bucket.shard[piece.start : piece.start + piece.numel]
 
     def metrics(self) -> dict[str, float]:
-        """Return what the last step was like, as plain numbers for a log. The host waits for the device here.
+        """Return what the last step was like, as plain numbers for a log. The host
+        waits for the device here.
 
         Returns:
-            step: steps so far. grad_norm: before clipping. clip_coefficient: what the gradients were multiplied with.
-            skipped_steps: so far. loss_scale: of this step. bytes_sent: by this rank since the step before, all
-            collectives. wait_ms: spent waiting for the wire, by the host on a CPU, by the stream on a GPU.
+            step: steps so far. grad_norm: before clipping. clip_coefficient: what the
+                gradients were multiplied with.
+            skipped_steps: so far. loss_scale: of this step. bytes_sent: by this rank
+                since the step before, all
+            collectives. wait_ms: spent waiting for the wire, by the host on a CPU, by
+                the stream on a GPU.
         """
         zero = self._coordinator()
         norm, coefficient, skipped = zero.scalars.report.tolist()
@@ -92,13 +104,30 @@ class ObservableOptimizer(StatefulOptimizer):
     def memory(self) -> Memory:
         """Return the bytes of model state that this rank holds, by role."""
         zero = self._coordinator()
-        tables = [*zero.scalars.tables(), *(t for rows in zero.row_maps for t in (rows.block_row, rows.origin))]
-        moments = [t for p in zero.parameters for moment in p.shard[2:] if moment is not None for t in moment]
-        waiting = [g.local for g in zero.gradients if g.local is not None and g.state is State.LOCAL and not g.resident]
+        tables = [
+            *zero.scalars.tables(),
+            *(t for rows in zero.row_maps for t in (rows.block_column, rows.origin)),
+        ]
+        moments = [
+            t
+            for p in zero.parameters
+            for moment in p.shard.moments
+            if moment is not None
+            for t in moment
+        ]
+        waiting = [
+            g.local
+            for g in zero.gradients
+            if g.local is not None and g.state is State.LOCAL and not g.resident
+        ]
         resident = [g.local for g in zero.gradients if g.resident]
         return Memory(
-            parameters=_bytes_of([p.own if zero.parameters_sharded else p.full for p in zero.parameters]),
-            gradients=_bytes_of([*(g.shard for g in zero.gradients), *waiting, *resident]),
+            parameters=_bytes_of(
+                [p.own if zero.parameters_sharded else p.full for p in zero.parameters]
+            ),
+            gradients=_bytes_of(
+                [*(g.shard for g in zero.gradients), *waiting, *resident]
+            ),
             master=_bytes_of([p.shard.master for p in zero.parameters]),
             moments=_bytes_of(moments),
             buffers=zero.scratch.live_bytes - _bytes_of(waiting),
@@ -118,12 +147,14 @@ class ObservableOptimizer(StatefulOptimizer):
 
     @property
     def grad_norm(self) -> Tensor:
-        """Total gradient norm of the last step, before clipping: an fp64 0-d tensor on the device."""
+        """Total gradient norm of the last step, before clipping: an fp64 0-d tensor on
+        the device."""
         return self._coordinator().scalars.report[0]
 
     @property
     def skipped_steps(self) -> Tensor:
-        """Steps skipped for non-finite gradients so far: an fp64 0-d tensor on the device."""
+        """Steps skipped for non-finite gradients so far: an fp64 0-d tensor on the
+        device."""
         return self._coordinator().scalars.report[2]
 
 
@@ -133,16 +164,31 @@ def _bytes_of(tensors: Sequence[Tensor | None]) -> int:
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
-def _find_gradient(zero: Zero1, param: nn.Parameter) -> tuple[GradientBucket, int, Piece] | None:
-    """Settle all gradients; return the bucket, the slot and this rank's piece of one, or None if no rank has it."""
-    where = [(bucket, i) for bucket in zero.gradients for i, known in enumerate(bucket.params) if known is param]
+def _find_gradient(
+    zero: Zero1, param: nn.Parameter
+) -> tuple[GradientBucket, int, Piece] | None:
+    """Settle all gradients; return the bucket, the slot and this rank's piece of one,
+    or None if no rank has it."""
+    where = [
+        (bucket, i)
+        for bucket in zero.gradients
+        for i, known in enumerate(bucket.params)
+        if known is param
+    ]
     if not where:
-        raise ValueError(f"a parameter of shape {tuple(param.shape)} is not one that this optimizer trains")
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} is not one that this optimizer"
+            " trains"
+        )
     zero.refuse_passing("reading a gradient")
     zero.settle_gradients()
     bucket, index = where[0]
     slot = bucket.bucket.slots[index]
     if not zero.scalars.was_used(zero.row_of[slot.param]):
         return None
-    pieces = (piece for piece in bucket.bucket.pieces(zero.comm.rank) if piece.param == slot.param)
+    pieces = (
+        piece
+        for piece in bucket.bucket.pieces(zero.comm.rank)
+        if piece.param == slot.param
+    )
     return bucket, index, next(pieces, Piece(slot.param, 0, 0, 0))

@@ -1,12 +1,14 @@
-"""The kernels as functions: validated, then Triton, native or plain torch. The only importer of `zerokern.kernels`.
+"""The kernels as functions: validated, then Triton, native or plain torch. The only
+importer of `zerokern.kernels`.
 
-Every function works in place on flat tensors, runs on the current stream and never synchronises with the host. What
-each computes is written at its twin in `kernels/reference.py`.
+Every function works in place on flat tensors, runs on the current stream and never
+synchronises with the host. What each computes is written at its twin in
+`kernels/reference.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -14,22 +16,59 @@ from torch import Tensor
 
 from . import config, pretend
 from .kernels import codecs, native, reference, storage
-from .kernels.arguments import BLOCK, HYPER, PARTIAL, TABLE, Moment, RowMap, Rule, Shard, check_states
+from .kernels.arguments import (
+    BLOCK,
+    HYPER,
+    MASTERS,
+    MOMENTS,
+    PARTIAL,
+    TABLE,
+    ColumnMap,
+    Moment,
+    Rule,
+    Shard,
+    check_states,
+)
 
 __all__ = [
-    "BLOCK", "HYPER", "PARTIAL", "TABLE", "Moment", "RowMap", "Rule", "Shard",
-    "cast_", "check_backend", "load_state_", "pack_", "partials_numel", "reduce_", "refresh_master_", "scalars_",
-    "seed_of", "store_state_", "update_",
-]  # fmt: skip
+    "BLOCK",
+    "HYPER",
+    "MASTERS",
+    "MOMENTS",
+    "PARTIAL",
+    "TABLE",
+    "ColumnMap",
+    "Moment",
+    "Rule",
+    "Shard",
+    "cast_",
+    "check_backend",
+    "empty_master",
+    "empty_moment",
+    "load_state_",
+    "pack_",
+    "partials_numel",
+    "reduce_",
+    "refresh_master_",
+    "scalars_",
+    "seed_of",
+    "store_state_",
+    "update_",
+]
+
+empty_master, empty_moment = storage.empty_master, storage.empty_moment
+load_state_, store_state_ = storage.load_state_, storage.store_state_
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_backend(tensor: Tensor) -> None:
-    """Refuse a back end that cannot run on this tensor's device, before anything depends on it.
+    """Refuse a back end that cannot run on this tensor's device, before anything
+    depends on it.
 
     Raises:
-        ValueError: "triton" on a CPU outside of the interpreter, "native" on a GPU, or an unknown name.
+        ValueError: "triton" on a CPU outside of the interpreter, "native" on a GPU, or
+            an unknown name.
     """
     _implementation(tensor, "ZEROKERN_BACKEND", None)
 
@@ -46,21 +85,30 @@ def pack_(
     *,
     backend: config.Backend | None = None,
 ) -> None:
-    """Copy many tensors into views of one bucket (or back) in one launch, cast and scaled. See `reference.pack_`.
+    """Copy many tensors into views of one bucket (or back) in one launch, cast and
+    scaled. See `reference.pack_`.
 
     Raises:
         ValueError: the lists differ in length, or a pair in shape or device.
         TypeError: a dtype that is not fp32, bf16 or fp16.
     """
     if len(destinations) != len(sources):
-        raise ValueError(f"pack_: {len(destinations)} destinations for {len(sources)} sources; give one each")
+        raise ValueError(
+            f"pack_: {len(destinations)} destinations for {len(sources)} sources; give"
+            " one each"
+        )
     for destination, source in zip(destinations, sources, strict=True):
         if destination.shape != source.shape:
-            raise ValueError(f"pack_: shapes {tuple(destination.shape)} and {tuple(source.shape)} differ")
+            raise ValueError(
+                f"pack_: shapes {tuple(destination.shape)} and {tuple(source.shape)}"
+                " differ"
+            )
         _check_float("pack_", destination, source)
     if destinations:
         _check_device("pack_", *destinations, *sources)
-        _implementation(destinations[0], "pack", backend).pack_(destinations, sources, scale)
+        _implementation(destinations[0], "pack", backend).pack_(
+            destinations, sources, scale
+        )
 
 
 def reduce_(
@@ -74,29 +122,50 @@ def reduce_(
     accumulate: bool = False,
     backend: config.Backend | None = None,
 ) -> None:
-    """Sum the chunks of W ranks in rank order into a shard; leave its sums of squares. See `reference.reduce_`.
+    """Sum the chunks of W ranks in rank order into a shard; leave its sums of squares.
+    See `reference.reduce_`.
 
     Raises:
         ValueError: sizes that do not match, or tensors on several devices.
-        TypeError: shard not fp32, bf16 or fp16, partials not fp64, or chunks of two dtypes.
+        TypeError: shard not fp32, bf16 or fp16, partials not fp64, or chunks of two
+            dtypes.
     """
     _check_flat("reduce_", shard, own)
-    if received.shape[1:] != own.shape or received.stride(1) != 1 or not 0 <= rank <= received.shape[0]:
+    if (
+        received.shape[1:] != own.shape
+        or received.stride(1) != 1
+        or not 0 <= rank <= received.shape[0]
+    ):
         raise ValueError(
-            f"reduce_: received {tuple(received.shape)} is not [W - 1, {own.numel()}] in contiguous rows (rank {rank})"
+            f"reduce_: received {tuple(received.shape)} is not [W - 1, {own.numel()}]"
+            f" in contiguous rows (rank {rank})"
         )
     if partials.numel() != partials_numel(shard.numel()):
         raise ValueError(
-            f"reduce_: {partials.numel()} partials for {shard.numel()} elements; need {partials_numel(shard.numel())}"
+            f"reduce_: {partials.numel()} partials for {shard.numel()} elements; need"
+            f" {partials_numel(shard.numel())}"
         )
-    if shard.dtype not in FLOATS or partials.dtype != torch.float64 or received.dtype != own.dtype:
+    if (
+        shard.dtype not in FLOATS
+        or partials.dtype != torch.float64
+        or received.dtype != own.dtype
+    ):
         raise TypeError(
-            f"reduce_: shard {shard.dtype}, partials {partials.dtype}, chunks {own.dtype} and {received.dtype}"
+            f"reduce_: shard {shard.dtype}, partials {partials.dtype}, chunks"
+            f" {own.dtype} and {received.dtype}"
         )
     _check_device("reduce_", shard, own, received, partials)
     if shard.numel():
         implementation = _implementation(shard, "reduce", backend)
-        implementation.reduce_(shard, own, received, partials, rank=rank, scale=scale, accumulate=accumulate)
+        implementation.reduce_(
+            shard,
+            own,
+            received,
+            partials,
+            rank=rank,
+            scale=scale,
+            accumulate=accumulate,
+        )
 
 
 def scalars_(
@@ -107,29 +176,57 @@ def scalars_(
     *,
     rule: Rule,
     hyper: Tensor,
-    group_of_row: Tensor,
+    group_of_column: Tensor,
     seeds: Tensor,
     gathered: Tensor,
     limits: Tensor,
     backend: config.Backend | None = None,
 ) -> None:
-    """Form the scalar table and advance the steps, on the device. See `reference.scalars_`.
+    """Form the scalar table and advance the steps, on the device. See
+    `reference.scalars_`.
 
     Raises:
         ValueError: shapes that do not match, or tensors on several devices.
     """
     if table.shape != (len(TABLE), steps.numel()) or hyper.shape[1] != len(HYPER):
         raise ValueError(
-            f"scalars_: table {tuple(table.shape)}, hyper {tuple(hyper.shape)} for {steps.numel()} parameters"
+            f"scalars_: table {tuple(table.shape)}, hyper {tuple(hyper.shape)} for"
+            f" {steps.numel()} parameters"
         )
-    for name, tensor in (("table", table), ("steps", steps), ("hyper", hyper), ("gathered", gathered)):
+    for name, tensor in (
+        ("table", table),
+        ("steps", steps),
+        ("hyper", hyper),
+        ("gathered", gathered),
+    ):
         if not tensor.is_contiguous():
-            raise ValueError(f"scalars_: {name} has strides {tensor.stride()}; it must be contiguous")
-    _check_device("scalars_", table, keys, steps, report, hyper, group_of_row, seeds, gathered, limits)
+            raise ValueError(
+                f"scalars_: {name} has strides {tensor.stride()}; it must be contiguous"
+            )
+    _check_device(
+        "scalars_",
+        table,
+        keys,
+        steps,
+        report,
+        hyper,
+        group_of_column,
+        seeds,
+        gathered,
+        limits,
+    )
     _implementation(table, "scalars", backend).scalars_(
-        table, keys, steps, report, rule=rule,
-        hyper=hyper, group_of_row=group_of_row, seeds=seeds, gathered=gathered, limits=limits,
-    )  # fmt: skip
+        table,
+        keys,
+        steps,
+        report,
+        rule=rule,
+        hyper=hyper,
+        group_of_column=group_of_column,
+        seeds=seeds,
+        gathered=gathered,
+        limits=limits,
+    )
 
 
 def update_(
@@ -139,77 +236,50 @@ def update_(
     rule: Rule,
     table: Tensor,
     keys: Tensor,
-    rows: RowMap,
+    columns: ColumnMap,
     l2: bool = False,
     backend: config.Backend | None = None,
 ) -> None:
     """Update one shard in one pass. See `reference.update_`.
 
     Raises:
-        ValueError: sizes that do not match, tensors on several devices, or states that the rule does not have.
+        ValueError: sizes that do not match, tensors on several devices, or states that
+            the rule does not have.
         TypeError: a storage format that the kernels do not know.
     """
-    moments = [moment for moment in shard[2:] if moment is not None]
-    _check_flat("update_", shard.param, *([] if shard.master is None else [shard.master]), grad)
+    moments = [moment for moment in shard.moments if moment is not None]
+    _check_flat(
+        "update_", shard.param, *([] if shard.master is None else [shard.master]), grad
+    )
     _check_flat("update_", shard.param, *(moment.values for moment in moments))
     check_states(rule, shard)
     _check_float("update_", shard.param, grad)
-    if rows.block_row.numel() * BLOCK != shard.param.numel():
+    if columns.block_column.numel() * BLOCK != shard.param.numel():
         raise ValueError(
-            f"update_: {rows.block_row.numel()} blocks of {BLOCK} do not make {shard.param.numel()} elements; "
-            "pad the shard"
+            f"update_: {columns.block_column.numel()} blocks of {BLOCK} do not make"
+            f" {shard.param.numel()} elements; pad the shard"
         )
-    _check_device("update_", *shard.tensors(), grad, table, keys, rows.block_row, rows.origin)
+    _check_device(
+        "update_",
+        *shard.tensors(),
+        grad,
+        table,
+        keys,
+        columns.block_column,
+        columns.origin,
+    )
     if shard.param.numel():
         implementation = _implementation(shard.param, "update", backend)
-        implementation.update_(shard, grad, rule=rule, table=table, keys=keys, rows=rows, l2=l2)
-
-
-STATE_CHUNK = 2**13
-"""Blocks that checkpoints convert at a time: formats are taken apart in int64, some 30 MiB of it for these."""
-
-
-def load_state_(out: Tensor, shard: Shard, name: str) -> None:
-    """Write a state of a shard to `out` as fp32. Exact: `store_state_` makes the same state of it.
-
-    Args:
-        out: fp32 [S]. Written.
-        shard: as in `update_`.
-        name: "master", "exp_avg", "exp_avg_sq" or "max_exp_avg_sq".
-    """
-    for blocks, part in _parts(shard):
-        inside = out[blocks.start * BLOCK : blocks.stop * BLOCK]
-        if name == "master":
-            inside.copy_(storage.load_weights(part))
-        else:
-            moment = storage.load_moment(getattr(part, name), _FORM[name])
-            assert moment is not None
-            inside.copy_(moment)
-
-
-def store_state_(shard: Shard, name: str, values: Tensor) -> None:
-    """Round fp32 values [S] to the format of a state of a shard, to nearest. Arguments as for `load_state_`."""
-    for blocks, part in _parts(shard):
-        inside = values[blocks.start * BLOCK : blocks.stop * BLOCK]
-        if name == "master":
-            storage.store_master(part, inside)
-        else:
-            storage.store_moment(getattr(part, name), inside, None, _FORM[name])
+        implementation.update_(
+            shard, grad, rule=rule, table=table, keys=keys, columns=columns, l2=l2
+        )
 
 
 def refresh_master_(shard: Shard) -> None:
-    """Let master weights follow parameters that somebody else wrote, and keep the low bits of those nobody did."""
-    for _, part in () if pretend.is_fake(shard.param) else _parts(shard):
-        storage.refresh_master(part)
-
-
-_FORM = {"exp_avg": codecs.E3M4, "exp_avg_sq": codecs.UE3M5, "max_exp_avg_sq": None}
-
-
-def _parts(shard: Shard) -> Iterator[tuple[slice, Shard]]:
-    for start in range(0, shard.param.numel() // BLOCK, STATE_CHUNK):
-        blocks = slice(start, min(start + STATE_CHUNK, shard.param.numel() // BLOCK))
-        yield blocks, storage.part_of(shard, blocks)
+    """Let master weights follow parameters that somebody else wrote, and keep the low
+    bits of those nobody did."""
+    if not pretend.is_fake(shard.param):
+        storage.refresh_masters(shard)
 
 
 def seed_of(seed: int, index: int) -> int:
@@ -217,14 +287,18 @@ def seed_of(seed: int, index: int) -> int:
 
     Args:
         seed: the user's.
-        index: position of the parameter in the optimizer's param groups, which no layout changes.
+        index: position of the parameter in the optimizer's param groups, which no
+            layout changes.
     """
     word = torch.tensor((seed + index * codecs.GOLDEN + 2**63) % 2**64 - 2**63)
     return int(codecs.mix64(word))
 
 
-def cast_(out: Tensor, source: Tensor, *, backend: config.Backend | None = None) -> None:
-    """Copy a flat tensor into another precision, to nearest even. See `reference.cast_`.
+def cast_(
+    out: Tensor, source: Tensor, *, backend: config.Backend | None = None
+) -> None:
+    """Copy a flat tensor into another precision, to nearest even. See
+    `reference.cast_`.
 
     Raises:
         ValueError: sizes or devices differ.
@@ -237,8 +311,11 @@ def cast_(out: Tensor, source: Tensor, *, backend: config.Backend | None = None)
         _implementation(out, "cast", backend).cast_(out, source)
 
 
-def _implementation(tensor: Tensor, name: str, backend: config.Backend | None) -> ModuleType:
-    """Return the module whose functions will run: a Triton kernel's launcher or the reference."""
+def _implementation(
+    tensor: Tensor, name: str, backend: config.Backend | None
+) -> ModuleType:
+    """Return the module whose functions will run: a Triton kernel's launcher or the
+    reference."""
     if pretend.is_fake(tensor):
         return pretend
     choice = backend or config.backend()
@@ -247,9 +324,12 @@ def _implementation(tensor: Tensor, name: str, backend: config.Backend | None) -
     if choice == "native":
         if tensor.is_cuda:
             raise ValueError(
-                f"{name}: backend 'native' was given a tensor on {tensor.device}; it runs on the CPU: use 'triton'"
+                f"{name}: backend 'native' was given a tensor on {tensor.device}; it"
+                " runs on the CPU: use 'triton'"
             )
-        return native if name in ("update", "reduce") and native.available() else reference
+        return (
+            native if name in ("update", "reduce") and native.available() else reference
+        )
     if choice == "torch":
         return reference
     # Importing Triton takes a second: only where it is used.
@@ -257,32 +337,48 @@ def _implementation(tensor: Tensor, name: str, backend: config.Backend | None) -
 
     if not tensor.is_cuda and not launch.INTERPRETED:
         raise ValueError(
-            f"{name}: backend 'triton' was given a tensor on {tensor.device}; Triton runs on GPUs: "
-            "use backend 'torch', or set TRITON_INTERPRET=1 before Python starts, for Triton's interpreter"
+            f"{name}: backend 'triton' was given a tensor on {tensor.device}; Triton"
+            " runs on GPUs: use backend 'torch', or set TRITON_INTERPRET=1 before"
+            " Python starts, for Triton's interpreter"
         )
     modules: dict[str, ModuleType] = {
-        "cast": cast, "pack": pack, "reduce": reduce, "scalars": scalars, "update": update,
-    }  # fmt: skip
+        "cast": cast,
+        "pack": pack,
+        "reduce": reduce,
+        "scalars": scalars,
+        "update": update,
+    }
     return modules.get(name, launch)
 
 
 def _check_flat(name: str, *tensors: Tensor) -> None:
     first = tensors[0]
     for tensor in tensors:
-        if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.numel() != first.numel():
+        if (
+            tensor.dim() != 1
+            or not tensor.is_contiguous()
+            or tensor.numel() != first.numel()
+        ):
             raise ValueError(
-                f"{name}: every tensor must be flat, contiguous and of {first.numel()} elements; "
-                f"one has shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+                f"{name}: every tensor must be flat, contiguous and of {first.numel()}"
+                f" elements; one has shape {tuple(tensor.shape)} and strides"
+                f" {tensor.stride()}"
             )
 
 
 def _check_float(name: str, *tensors: Tensor) -> None:
     for tensor in tensors:
         if tensor.dtype not in FLOATS:
-            raise TypeError(f"{name}: dtype {tensor.dtype} is not one of float32, bfloat16, float16; cast it first")
+            raise TypeError(
+                f"{name}: dtype {tensor.dtype} is not one of float32, bfloat16,"
+                " float16; cast it first"
+            )
 
 
 def _check_device(name: str, *tensors: Tensor) -> None:
     for tensor in tensors:
         if tensor.device != tensors[0].device:
-            raise ValueError(f"{name}: tensors on {tensors[0].device} and {tensor.device}; move them to one device")
+            raise ValueError(
+                f"{name}: tensors on {tensors[0].device} and {tensor.device}; move them"
+                " to one device"
+            )

@@ -1,5 +1,6 @@
-"""Adam, AdamW and SGD as torch.optim has them, and Lion, with optimizer state, gradients or parameters sharded over the
-ranks. Each adds its update rule and nothing else."""
+"""Adam, AdamW and SGD as torch.optim has them, and Lion, with optimizer state,
+gradients or parameters sharded over the ranks. Each adds its update rule and nothing
+else."""
 
 from __future__ import annotations
 
@@ -16,40 +17,49 @@ from .sharded import ShardedOptimizer
 
 
 class Adam(ShardedOptimizer):
-    """Adam (Kingma and Ba, arXiv:1412.6980) with ZeRO sharding (Rajbhandari et al., arXiv:1910.02054).
+    """Adam (Kingma and Ba, arXiv:1412.6980) with ZeRO sharding (Rajbhandari et al.,
+    arXiv:1910.02054).
 
     Replaces `torch.optim.Adam`, argument for argument::
 
         optimizer = Adam(model.parameters(), lr=1e-3, stage=2)
 
-    Gradients are averaged over the ranks here: do not wrap the model in DistributedDataParallel. Without a process
-    group, the world has one rank and the result is that of torch.
+    Gradients are averaged over the ranks here: do not wrap the model in
+    DistributedDataParallel. Without a process group, the world has one rank and the
+    result is that of torch.
 
     Args:
-        params: parameters, param groups, or (name, parameter) pairs. All on one device; fp32, bf16 or fp16. 16-bit
-            parameters get fp32 master weights, unless `precision` says otherwise.
+        params: parameters, param groups, or (name, parameter) pairs. All on one device;
+            fp32, bf16 or fp16. 16-bit parameters get fp32 master weights, unless
+            `precision` says otherwise.
         lr: learning rate; a number or a 0-d tensor, read at every step.
         betas: decay of the first and second moment.
         eps: added to the root of the second moment.
         weight_decay: L2 coefficient, or decoupled decay (AdamW).
-        amsgrad: divide by the root of the largest second moment so far. Not with 8-bit moments.
+        amsgrad: divide by the root of the largest second moment so far. Not with 8-bit
+            moments.
         maximize: ascend instead of descend.
-        foreach, fused, capturable: accepted for compatibility; the update is always fused and never synchronises.
+        foreach, fused, capturable: accepted for compatibility; the update is always
+            fused and never synchronises.
         differentiable: not available: True is refused.
         decoupled_weight_decay: decay the parameter and not its gradient.
         stage: 1 shards optimizer state, 2 gradients too, 3 parameters too.
-        model: the module whose parameters these are. Stage 3 needs it, to gather units before their forward.
+        model: the module whose parameters these are. Stage 3 needs it, to gather units
+            before their forward.
         process_group: ranks to shard over; default: the default group, if there is one.
         mesh: a 1-d DeviceMesh, instead of process_group.
         precision: formats of master weights, moments and gradients; dtype on the wire.
         buckets: sizes, overlap, units.
-        max_grad_norm: clip the total gradient norm at every step; costs no pass of its own.
-        init: gives a model that was built on the meta device its values, and needs `model`; in stage 3 one unit at a
-            time. A function of a module, called for each, children first; or a mapping from names to
-            tensors, or an open safetensors file. Default: each module's reset_parameters().
+        max_grad_norm: clip the total gradient norm at every step; costs no pass of its
+            own.
+        init: gives a model that was built on the meta device its values, and needs
+            `model`; in stage 3 one unit at a time. A function of a module, called for
+            each, children first; or a mapping from names to tensors, or an open
+            safetensors file. Default: each module's reset_parameters().
 
     Raises:
-        ValueError: a bad option or parameter; on all ranks, if these disagree about the model.
+        ValueError: a bad option or parameter; on all ranks, if these disagree about the
+            model.
         TypeError: a parameter of a dtype that the kernels do not know.
     """
 
@@ -106,7 +116,8 @@ class Adam(ShardedOptimizer):
 
 
 class AdamW(Adam):
-    """AdamW (Loshchilov and Hutter, arXiv:1711.05101) with ZeRO sharding. Replaces `torch.optim.AdamW`.
+    """AdamW (Loshchilov and Hutter, arXiv:1711.05101) with ZeRO sharding. Replaces
+    `torch.optim.AdamW`.
 
     Example::
 
@@ -168,12 +179,14 @@ class SGD(ShardedOptimizer):
     Args:
         params: as for `Adam`.
         lr: learning rate; a number or a 0-d tensor, read at every step.
-        momentum: of the buffer; with 0 in every group there is no buffer, and no optimizer state.
+        momentum: of the buffer; with 0 in every group there is no buffer, and no
+            optimizer state.
         dampening: the part of a gradient that the momentum does not take.
         weight_decay: L2 coefficient.
         nesterov: look ahead by one momentum.
         maximize, foreach, differentiable, fused: as for `Adam`.
-        stage, model, process_group, mesh, precision, buckets, max_grad_norm, init: as for `Adam`.
+        stage, model, process_group, mesh, precision, buckets, max_grad_norm, init: as
+            for `Adam`.
 
     Raises:
         ValueError, TypeError: as for `Adam`.
@@ -228,9 +241,11 @@ class SGD(ShardedOptimizer):
 
 
 class Lion(ShardedOptimizer):
-    """Lion (Chen et al., arXiv:2302.06675) with ZeRO sharding: one moment, steps of one size.
+    """Lion (Chen et al., arXiv:2302.06675) with ZeRO sharding: one moment, steps of one
+    size.
 
-    Its usual learning rate is a third to a tenth of AdamW's, its weight decay larger by the same factor.
+    Its usual learning rate is a third to a tenth of AdamW's, its weight decay larger by
+    the same factor.
 
     Args:
         params: as for `Adam`.
@@ -238,7 +253,8 @@ class Lion(ShardedOptimizer):
         betas: of the interpolation whose sign is the step, and of the moment.
         weight_decay: decoupled decay.
         maximize: ascend instead of descend.
-        stage, model, process_group, mesh, precision, buckets, max_grad_norm, init: as for `Adam`.
+        stage, model, process_group, mesh, precision, buckets, max_grad_norm, init: as
+            for `Adam`.
 
     Raises:
         ValueError, TypeError: as for `Adam`.
@@ -263,7 +279,12 @@ class Lion(ShardedOptimizer):
     ) -> None:
         super().__init__(
             params,
-            {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize},
+            {
+                "lr": lr,
+                "betas": betas,
+                "weight_decay": weight_decay,
+                "maximize": maximize,
+            },
             rules.lion,
             stage=stage,
             model=model,

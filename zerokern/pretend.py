@@ -1,7 +1,9 @@
-"""Rehearsals: fake tensors have shapes and no values, and a fake process group sends nothing to nobody.
+"""Rehearsals: fake tensors have shapes and no values, and a fake process group sends
+nothing to nobody.
 
-All of zerokern runs on them as it runs in earnest, so that the log of collectives and the bytes in use are those of the
-real run; only kernels and transfers, at the very bottom, are announced here instead of done.
+All of zerokern runs on them as it runs in earnest, so that the log of collectives and
+the bytes in use are those of the real run; only kernels and transfers, at the very
+bottom, are announced here instead of done.
 """
 
 from __future__ import annotations
@@ -21,13 +23,15 @@ class Listener(Protocol):
         """A kernel would read or write these."""
 
     def on_launch(self, op: str, group: int, sent: int) -> int:
-        """A collective would start, in which this rank sends so many bytes. Return a number for it."""
+        """A collective would start, in which this rank sends so many bytes. Return a
+        number for it."""
 
     def on_wait(self, transfer: int) -> None:
         """The current stream would wait for a collective."""
 
     def on_scratch(self, change: int, *, gathered: bool) -> None:
-        """Scratch memory was taken, or given back if negative: bytes, of gathered units or of buckets."""
+        """Scratch memory was taken, or given back if negative: bytes, of gathered units
+        or of buckets."""
 
 
 _listeners: list[Listener] = []
@@ -61,10 +65,13 @@ def address(tensor: Tensor) -> tuple[int, int]:
 
 
 class Transfer:
-    """A collective under way that never was; waited for as a `torch.distributed.Work`."""
+    """A collective under way that never was; waited for as a
+    `torch.distributed.Work`."""
 
     def __init__(self, op: str, group: int, sent: int) -> None:
-        self._numbers = [(listener, listener.on_launch(op, group, sent)) for listener in _listeners]
+        self._numbers = [
+            (listener, listener.on_launch(op, group, sent)) for listener in _listeners
+        ]
 
     def wait(self) -> bool:
         """Return at once."""
@@ -74,7 +81,8 @@ class Transfer:
 
 
 def announce_scratch(change: int, *, gathered: bool) -> None:
-    """Tell of scratch memory that was taken, or given back if negative: bytes, of gathered units or of buckets."""
+    """Tell of scratch memory that was taken, or given back if negative: bytes, of
+    gathered units or of buckets."""
     for listener in _listeners:
         listener.on_scratch(change, gathered=gathered)
 
@@ -84,15 +92,19 @@ def _announce(name: str, tensors: Sequence[Tensor | None]) -> None:
         listener.on_kernel(name, [tensor for tensor in tensors if tensor is not None])
 
 
-# ---------------------------------------------------------------------- the kernels of `ops`
+# ----------------------------------------------------------------- the kernels of `ops`
 
 
-def pack_(destinations: Sequence[Tensor], sources: Sequence[Tensor], scale: float) -> None:
+def pack_(
+    destinations: Sequence[Tensor], sources: Sequence[Tensor], scale: float
+) -> None:
     """Announce."""
     _announce("pack", [*destinations, *sources])
 
 
-def reduce_(shard: Tensor, own: Tensor, received: Tensor, partials: Tensor, **options: Any) -> None:
+def reduce_(
+    shard: Tensor, own: Tensor, received: Tensor, partials: Tensor, **options: Any
+) -> None:
     """Announce."""
     _announce("reduce", [shard, own, received])
 

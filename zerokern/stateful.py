@@ -15,7 +15,8 @@ from .stages.zero1 import Zero1
 
 
 class StatefulOptimizer(Optimizer):
-    """The part of torch's contract that is about state, and the ways to have all of it in one place."""
+    """The part of torch's contract that is about state, and the ways to have all of it
+    in one place."""
 
     _index_of: WeakTensorKeyDictionary
     """Each parameter's index in the layout."""
@@ -30,13 +31,18 @@ class StatefulOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state without communicating.
 
-        In a world of one, or after `consolidate_state_dict`, it is in torch's layout, fp32. Else it is this rank's
-        shards as they are stored, labelled by `range`, which load at the same world size, rank and precision only; a
-        warning says so once.
+        In a world of one, or after `consolidate_state_dict`, it is in torch's layout,
+        fp32. Else it is this rank's shards as they are stored, labelled by `range`,
+        which load at the same world size, rank and precision only; a warning says so
+        once.
         """
         packed = super().state_dict()
         whole = self._consolidated
-        if whole is None and self._coordinator().comm.world == 1 and not state.torch_layout(self._coordinator()):
+        if (
+            whole is None
+            and self._coordinator().comm.world == 1
+            and not state.torch_layout(self._coordinator())
+        ):
             whole = state.full_state(self._coordinator(), None)
         if whole is not None:
             packed["state"] = {self._positions[i]: entry for i, entry in whole.items()}
@@ -44,15 +50,20 @@ class StatefulOptimizer(Optimizer):
         if self._coordinator().comm.world > 1 and not self._warned:
             self._warned = True
             warnings.warn(
-                "state_dict() holds this rank's shards only. Save it on every rank, or call full_state_dict(), or "
-                "consolidate_state_dict() on all ranks first",
+                "state_dict() holds this rank's shards only. Save it on every rank, or"
+                " call full_state_dict(), or consolidate_state_dict() on all ranks"
+                " first",
                 stacklevel=2,
             )
-        packed["state"] = {key: {**entry, "step": entry["step"].float()} for key, entry in packed["state"].items()}
+        packed["state"] = {
+            key: {**entry, "step": entry["step"].float()}
+            for key, entry in packed["state"].items()
+        }
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load torch's layout or our own, in place, rounded to the formats of this optimizer. Nothing is sent.
+        """Load torch's layout or our own, in place, rounded to the formats of this
+        optimizer. Nothing is sent.
 
         Raises:
             ValueError: it is of another model or another sharding. Nothing was changed.
@@ -63,11 +74,14 @@ class StatefulOptimizer(Optimizer):
             state_dict = state_dict if changed is None else changed
         zero = self._coordinator()
         saved = state_dict["param_groups"]
-        sizes = [len(group["params"]) for group in self.param_groups], [len(group["params"]) for group in saved]
+        sizes = (
+            [len(group["params"]) for group in self.param_groups],
+            [len(group["params"]) for group in saved],
+        )
         if sizes[0] != sizes[1]:
             raise ValueError(
-                f"the state has param groups of {sizes[1]} parameters, this optimizer of {sizes[0]}: "
-                "it is of another model"
+                f"the state has param groups of {sizes[1]} parameters, this optimizer"
+                f" of {sizes[0]}: it is of another model"
             )
         indices = {}
         for ours, theirs in zip(self.param_groups, saved, strict=True):
@@ -78,7 +92,13 @@ class StatefulOptimizer(Optimizer):
         with torch.no_grad():
             state.load_state(zero, indices)
         for ours, theirs in zip(self.param_groups, saved, strict=True):
-            ours.update({name: value for name, value in theirs.items() if name not in ("params", "param_names")})
+            ours.update(
+                {
+                    name: value
+                    for name, value in theirs.items()
+                    if name not in ("params", "param_names")
+                }
+            )
         self._consolidated = None
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -100,8 +120,8 @@ class StatefulOptimizer(Optimizer):
             self._consolidated = before
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gather the state so that `state_dict()` on rank `to` returns all of it, until the next step. All ranks
-        must call it.
+        """Gather the state so that `state_dict()` on rank `to` returns all of it, until
+        the next step. All ranks must call it.
 
         Lightning and torch's ZeroRedundancyOptimizer know this name.
         """
@@ -111,10 +131,12 @@ class StatefulOptimizer(Optimizer):
             self._consolidated = gathered
 
     def _expose_state(self) -> None:
-        """Fill `self.state` with views of this rank's shards, from the first moment on: an empty state makes DCP
-        take a step."""
+        """Fill `self.state` with views of this rank's shards, from the first moment on:
+        an empty state makes DCP take a step."""
         params = [p for group in self.param_groups for p in group["params"]]
-        self._positions = {self._index_of[p]: position for position, p in enumerate(params)}
+        self._positions = {
+            self._index_of[p]: position for position, p in enumerate(params)
+        }
         views = state.live_state(self._coordinator())
         for param in params:
             index = self._index_of[param]

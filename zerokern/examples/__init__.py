@@ -1,1 +1,2 @@
-"""A complete training job, to run and to learn from: `python -m zerokern.examples.train`."""
+"""A complete training job, to run and to learn from: `python -m
+zerokern.examples.train`."""

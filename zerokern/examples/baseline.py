@@ -13,19 +13,26 @@ from .theory import StateBytes
 
 
 class PlainAdamW(torch.optim.AdamW):
-    """torch's AdamW, with fp32 master weights if the model is 16 bits wide, as a single process would keep them.
+    """torch's AdamW, with fp32 master weights if the model is 16 bits wide, as a single
+    process would keep them.
 
-    It answers to the methods of `zerokern.AdamW` that the job calls, so that one training loop serves both.
+    It answers to the methods of `zerokern.AdamW` that the job calls, so that one
+    training loop serves both.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], **options: Any) -> None:
         self.parameters = list(parameters)
         self.mixed = self.parameters[0].dtype != torch.float32
-        self.weights = [p.detach().float() for p in self.parameters] if self.mixed else self.parameters
+        self.weights = (
+            [p.detach().float() for p in self.parameters]
+            if self.mixed
+            else self.parameters
+        )
         super().__init__(self.weights, fused=True, **options)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients so that their global norm is at most `max_norm`; return the norm before."""
+        """Scale the gradients so that their global norm is at most `max_norm`; return
+        the norm before."""
         self._take_gradients()
         return nn.utils.clip_grad_norm_(self.weights, max_norm)
 
@@ -51,8 +58,14 @@ class PlainAdamW(torch.optim.AdamW):
 
     def state_bytes(self) -> StateBytes:
         """Return what is held now, counted from the tensors themselves."""
-        moments = [state[name] for state in self.state.values() for name in ("exp_avg", "exp_avg_sq")]
-        gradients = [p.grad for p in {*self.parameters, *self.weights} if p.grad is not None]
+        moments = [
+            state[name]
+            for state in self.state.values()
+            for name in ("exp_avg", "exp_avg_sq")
+        ]
+        gradients = [
+            p.grad for p in {*self.parameters, *self.weights} if p.grad is not None
+        ]
         return StateBytes(
             parameters=_bytes(self.parameters),
             gradients=_bytes(gradients),
@@ -61,7 +74,8 @@ class PlainAdamW(torch.optim.AdamW):
         )
 
     def _take_gradients(self) -> None:
-        """Give the fp32 weights the 16-bit gradients, once between two calls of zero_grad."""
+        """Give the fp32 weights the 16-bit gradients, once between two calls of
+        zero_grad."""
         if self.mixed:
             for parameter, weight in zip(self.parameters, self.weights, strict=True):
                 if parameter.grad is not None and weight.grad is None:

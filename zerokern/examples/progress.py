@@ -10,13 +10,17 @@ LINES_PER_RUN = 10
 
 
 class Progress:
-    """Silent: what every rank but the first shows. Also the interface of the two others."""
+    """Silent: what every rank but the first shows. Also the interface of the two
+    others."""
 
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         return None
 
@@ -37,16 +41,27 @@ class Lines(Progress):
     def advance(self, loss: float, tokens_per_second: float) -> None:
         """Print a line for the first step, the last one, and every tenth of the run."""
         self.done += 1
-        if self.done in (1, self.steps) or self.done % max(1, self.steps // LINES_PER_RUN) == 0:
+        if (
+            self.done in (1, self.steps)
+            or self.done % max(1, self.steps // LINES_PER_RUN) == 0
+        ):
             where = f"{self.name:<12} step {self.done:>5}/{self.steps}"
-            print(f"{where}   loss {loss:6.4f}   {tokens_per_second:>9,.0f} tokens/s", flush=True)
+            print(
+                f"{where}   loss {loss:6.4f}   {tokens_per_second:>9,.0f} tokens/s",
+                flush=True,
+            )
 
 
 class Bar(Progress):
     """One bar for each run, drawn by rich."""
 
     def __init__(self) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            TextColumn,
+            TimeRemainingColumn,
+        )
         from rich.progress import Progress as RichProgress
 
         self.bars: Any = RichProgress(
@@ -63,7 +78,10 @@ class Bar(Progress):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.bars.stop()
 
@@ -77,7 +95,8 @@ class Bar(Progress):
 
 
 def progress_for(rank: int) -> Progress:
-    """Return a bar on a terminal that has rich, lines elsewhere, and silence on every rank but 0."""
+    """Return a bar on a terminal that has rich, lines elsewhere, and silence on every
+    rank but 0."""
     if rank != 0:
         return Progress()
     try:

@@ -22,7 +22,10 @@ class Text:
     def __init__(self, content: bytes, *, window: int) -> None:
         shortest = 10 * window
         if len(content) < shortest:
-            raise ValueError(f"the text has {len(content)} bytes; at least {shortest} are needed: give a longer one")
+            raise ValueError(
+                f"the text has {len(content)} bytes; at least {shortest} are needed:"
+                " give a longer one"
+            )
         every_byte = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         cut = len(content) * 9 // 10
         self.window = window
@@ -30,7 +33,8 @@ class Text:
 
     @classmethod
     def read(cls, path: Path | None, *, window: int) -> Text:
-        """Read a file; without one, the Python language reference, which every CPython carries.
+        """Read a file; without one, the Python language reference, which every CPython
+        carries.
 
         Raises:
             ValueError: there is no such file, it cannot be read, or it is too short.
@@ -40,7 +44,9 @@ class Text:
         try:
             return cls(path.read_bytes(), window=window)
         except OSError as error:
-            raise ValueError(f"cannot read the text {path}: {error.strerror}") from error
+            raise ValueError(
+                f"cannot read the text {path}: {error.strerror}"
+            ) from error
 
     @property
     def context(self) -> int:
@@ -48,20 +54,25 @@ class Text:
         return self.window - 1
 
     def batch(self, step: int, *, size: int, seed: int) -> Tensor:
-        """Return the global batch of a step, int64 [size, window]: random windows, the same on every rank."""
+        """Return the global batch of a step, int64 [size, window]: random windows, the
+        same on every rank."""
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-        starts = torch.randint(len(self.training) - self.window + 1, (size,), generator=generator)
+        starts = torch.randint(
+            len(self.training) - self.window + 1, (size,), generator=generator
+        )
         return self.training[starts[:, None] + torch.arange(self.window)].long()
 
     def validation_windows(self, most: int) -> Tensor:
-        """Return up to `most` windows spread evenly over the validation part, int64 [n, window]."""
+        """Return up to `most` windows spread evenly over the validation part, int64 [n,
+        window]."""
         count = min(most, len(self.validation) // self.window)
         starts = torch.linspace(0, len(self.validation) - self.window, count).long()
         return self.validation[starts[:, None] + torch.arange(self.window)].long()
 
 
 def language_reference() -> bytes:
-    """Return the chapters of the Python language reference that `help()` shows: some 460 kB of plain English.
+    """Return the chapters of the Python language reference that `help()` shows: some
+    460 kB of plain English.
 
     Raises:
         ValueError: this Python was packaged without them.
@@ -69,5 +80,8 @@ def language_reference() -> bytes:
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
-        raise ValueError("this Python lacks pydoc_data, the default text: name a file with --text FILE") from error
+        raise ValueError(
+            "this Python lacks pydoc_data, the default text: name a file with --text"
+            " FILE"
+        ) from error
     return "\n\n".join(topics[name] for name in sorted(topics)).encode()

@@ -1,9 +1,11 @@
-"""The job: train a small GPT on real text with plain AdamW, then with ZeRO-1, 2 and 3, and compare.
+"""The job: train a small GPT on real text with plain AdamW, then with ZeRO-1, 2 and 3,
+and compare.
 
-    python -m zerokern.examples.train                                     # starts its ranks itself
-    torchrun --nproc-per-node 2 -m zerokern.examples.train --dtype bf16   # is one of the ranks that torchrun starts
+    python -m zerokern.examples.train                          # starts its ranks itself
+    torchrun --nproc-per-node 2 -m zerokern.examples.train     # is one of torchrun's
 
-Every run starts from the same seed and sees the same global batch; in a sharded run each rank takes its part of it.
+Every run starts from the same seed and sees the same global batch; in a sharded run
+each rank takes its part of it.
 """
 
 from __future__ import annotations
@@ -21,15 +23,17 @@ from .report import Report
 from .trainer import PROMPT, Trainer
 
 COINCIDE = {"fp32": 1e-3, "coarse": 2e-1}
-"""Loss differences, in nats, that rounding explains: ranks and one process add the same numbers in another order.
+"""Loss differences, in nats, that rounding explains: ranks and one process add the same
+numbers in another order.
 
-torch's AdamW alone, fed a batch whole or as two halves, differs by 2e-6 over 400 steps in fp32, by 1e-1 over 40 in
-bf16.
+torch's AdamW alone, fed a batch whole or as two halves, differs by 2e-6 over 400 steps
+in fp32, by 1e-1 over 40 in bf16.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the job. Return 0, or 2 after one plain sentence if it cannot run as asked."""
+    """Run the job. Return 0, or 2 after one plain sentence if it cannot run as
+    asked."""
     options = parse(arguments)
     try:
         if dist.is_torchelastic_launched():
@@ -59,7 +63,8 @@ def start_ranks(options: Options) -> None:
 
 def run_rank(options: Options) -> None:
     """Be one rank: join the others and compare the runs."""
-    torch.set_num_threads(1)  # as torchrun would; threads of several ranks would spin on each other's cores
+    # As torchrun would; threads of several ranks would spin on each other's cores.
+    torch.set_num_threads(1)
     dist.init_process_group("nccl" if options.on_gpu else "gloo")
     try:
         options.check(dist.get_world_size(), dist.get_node_local_rank() + 1)
@@ -79,9 +84,10 @@ def compare(options: Options) -> None:
     if rank == 0:
         where = torch.cuda.get_device_name(device) if options.on_gpu else "CPU, gloo"
         print(
-            f"{len(text.training):,} bytes of text to learn from, {len(text.validation):,} to validate; "
-            f"{world} ranks ({where}), {options.dtype}, "
-            f"{options.steps} steps of {options.batch} x {text.context} bytes",
+            f"{len(text.training):,} bytes of text to learn from,"
+            f" {len(text.validation):,} to validate; {world} ranks ({where}),"
+            f" {options.dtype}, {options.steps} steps of {options.batch} x"
+            f" {text.context} bytes",
             flush=True,
         )
     runs, sample = [], b""
@@ -99,21 +105,37 @@ def compare(options: Options) -> None:
             "dtype": options.dtype,
             "parameters": trainer.numel,
         }
-        setting |= {"steps": options.steps, "batch": options.batch, "context": text.context, "torch": torch.__version__}
+        setting |= {
+            "steps": options.steps,
+            "batch": options.batch,
+            "context": text.context,
+            "torch": torch.__version__,
+        }
         conclude(options, Report(setting=setting, runs=runs), sample)
 
 
 def conclude(options: Options, report: Report, sample: bytes) -> None:
     """Print the table, whether the curves coincide, and the sample; write the files."""
-    print(f"\n{report.setting['parameters']:,} parameters; sizes are measured (theory):\n\n{report.markdown()}")
+    print(
+        f"\n{report.setting['parameters']:,} parameters; sizes are measured"
+        f" (theory):\n\n{report.markdown()}"
+    )
     if options.stages:
         difference = report.largest_difference()
-        limit = COINCIDE["fp32" if options.dtype == options.moments == "fp32" else "coarse"]
+        limit = COINCIDE[
+            "fp32" if options.dtype == options.moments == "fp32" else "coarse"
+        ]
         verdict = "coincide" if difference <= limit else "DO NOT COINCIDE"
         print(f"The {len(report.runs)} loss curves {verdict}: ", end="")
-        print(f"the largest difference is {difference:.1e} nats, the limit {limit:.0e}.\n")
+        print(
+            f"the largest difference is {difference:.1e} nats, the limit {limit:.0e}.\n"
+        )
     print(f"The {report.runs[-1].name} model, given {PROMPT.decode()!r}, writes:\n")
-    print("\n".join("    " + line for line in sample.decode(errors="replace").splitlines()))
+    print(
+        "\n".join(
+            "    " + line for line in sample.decode(errors="replace").splitlines()
+        )
+    )
     print("\nWritten: " + ", ".join(str(path) for path in report.write(options.out)))
 
 

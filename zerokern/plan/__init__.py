@@ -1,1 +1,2 @@
-"""Foresight: what a training run will hold, send and take, from the real code run on fakes."""
+"""Foresight: what a training run will hold, send and take, from the real code run on
+fakes."""

@@ -23,53 +23,80 @@ class Advice:
 
 
 def advise(
-    forecasts: Sequence[Forecast], gpu_memory: int, reserve: int, late: Callable[[Way], Forecast] | None = None
+    forecasts: Sequence[Forecast],
+    gpu_memory: int,
+    reserve: int,
+    late: Callable[[Way], Forecast] | None = None,
 ) -> Advice:
     """Recommend one of the ways, or say what is too large.
 
     Args:
-        forecasts: of the ways that were tried, the plainer before the leaner: without checkpointing and with it, then
-            by recipe, then by stage.
+        forecasts: of the ways that were tried, the plainer before the leaner: without
+            checkpointing and with it, then by recipe, then by stage.
         gpu_memory: bytes of a GPU.
         reserve: of these, what the driver, the allocator and NCCL keep.
-        late: forecasts a way with `Buckets(gather_in_forward=True)`, to see whether that hides what is exposed.
+        late: forecasts a way with `Buckets(gather_in_forward=True)`, to see whether
+            that hides what is exposed.
     """
     room = gpu_memory - reserve
     chosen = next((f for f in forecasts if f.needs <= room), None)
     if chosen is None:
         return Advice(None, _too_large(forecasts, room))
     reasons = [f"needs {gib(chosen.needs)} of {gib(room)}"]
-    lower = [f for f in forecasts if f.way.stage < chosen.way.stage and _alike(f, chosen)]
+    lower = [
+        f for f in forecasts if f.way.stage < chosen.way.stage and _alike(f, chosen)
+    ]
     if lower:
         reasons.append(f"stage {lower[-1].way.stage} would need {gib(lower[-1].needs)}")
-    plain = [f for f in forecasts if f.way.stage == chosen.way.stage and f.way.recipe == chosen.way.recipe]
+    plain = [
+        f
+        for f in forecasts
+        if f.way.stage == chosen.way.stage and f.way.recipe == chosen.way.recipe
+    ]
     if chosen.way.checkpointing and plain[0] is not chosen:
         saved = plain[0].needs - chosen.needs
         extra = chosen.trace.flops() / plain[0].trace.flops() - 1
-        reasons.append(f"checkpointing saves {gib(saved)} of activations for {extra:.0%} more compute")
+        reasons.append(
+            f"checkpointing saves {gib(saved)} of activations for {extra:.0%} more"
+            " compute"
+        )
     elif chosen.way.recipe != forecasts[0].way.recipe:
         reasons.append(f"with {forecasts[0].way.recipe} state nothing fits")
-    return Advice(chosen.way, "; ".join([*reasons, *_about_the_wire(chosen, room, late)]))
+    return Advice(
+        chosen.way, "; ".join([*reasons, *_about_the_wire(chosen, room, late)])
+    )
 
 
 def _alike(a: Forecast, b: Forecast) -> bool:
     return a.way.recipe == b.way.recipe and a.way.checkpointing == b.way.checkpointing
 
 
-def _about_the_wire(chosen: Forecast, room: int, late: Callable[[Way], Forecast] | None) -> list[str]:
+def _about_the_wire(
+    chosen: Forecast, room: int, late: Callable[[Way], Forecast] | None
+) -> list[str]:
     timing, machine = chosen.timing(), chosen.setting.machine
     if chosen.peak is None or timing.exposed < EXPOSED * timing.step:
         return []
-    found = [f"the wire keeps ranks waiting for {timing.exposed / timing.step:.0%} of a step"]
-    if late is not None and chosen.way.stage < 3 and (other := late(chosen.way)).needs <= room:
+    found = [
+        f"the wire keeps ranks waiting for {timing.exposed / timing.step:.0%} of a step"
+    ]
+    if (
+        late is not None
+        and chosen.way.stage < 3
+        and (other := late(chosen.way)).needs <= room
+    ):
         step = other.timing().step
         if step < WORTH * timing.step:
-            found.append(f"Buckets(gather_in_forward=True) shortens a step from {timing.step:.3g} s to {step:.3g} s")
+            found.append(
+                "Buckets(gather_in_forward=True) shortens a step from"
+                f" {timing.step:.3g} s to {step:.3g} s"
+            )
     if chosen.way.stage == 3 and chosen.setting.world > machine.per_node:
         found.append(
-            f"{gib(timing.across)} a step go between nodes: shards within a node (hybrid sharding, ZeRO++'s hpZ) would "
-            "leave only gradients to them, and zerokern does not have them yet; larger micro-batches or more of them "
-            "help, too"
+            f"{gib(timing.across)} a step go between nodes: shards within a node"
+            " (hybrid sharding, ZeRO++'s hpZ) would leave only gradients to them, and"
+            " zerokern does not have them yet; larger micro-batches or more of them"
+            " help, too"
         )
     else:
         found.append("larger micro-batches, or more of them under no_sync(), hide it")
@@ -78,14 +105,19 @@ def _about_the_wire(chosen: Forecast, room: int, late: Callable[[Way], Forecast]
 
 def _too_large(forecasts: Sequence[Forecast], room: int) -> str:
     least = min(forecasts, key=lambda f: f.needs)
-    said = f"nothing fits: {least.way.title} needs the least, {gib(least.needs)} of {gib(room)}"
+    said = (
+        f"nothing fits: {least.way.title} needs the least, {gib(least.needs)} of"
+        f" {gib(room)}"
+    )
     if least.largest_unit > room / 2:
         return (
-            f"{said}; its largest unit alone takes {gib(least.largest_unit)} with its gradients: split it within a "
-            "node by tensor parallelism, or cut the model into smaller units with Buckets(units=...)"
+            f"{said}; its largest unit alone takes {gib(least.largest_unit)} with its"
+            " gradients: split it within a node by tensor parallelism, or cut the"
+            " model into smaller units with Buckets(units=...)"
         )
     if least.peak is not None and least.memory.total < room / 2:
         return (
-            f"{said}; {gib(least.needs - least.memory.total)} are activations and buffers: take a smaller micro-batch"
+            f"{said}; {gib(least.needs - least.memory.total)} are activations and"
+            " buffers: take a smaller micro-batch"
         )
     return f"{said}; the state alone is {gib(least.memory.total)}: take more GPUs"

@@ -1,4 +1,5 @@
-"""A language model of any size, to plan with when only its number of parameters is known."""
+"""A language model of any size, to plan with when only its number of parameters is
+known."""
 
 from __future__ import annotations
 
@@ -21,11 +22,14 @@ def width_for(params: int, layers: int) -> int:
         width += HEAD
     if Decoder.count(layers, width) > 2 * params:
         raise ValueError(
-            f"{params:,} parameters are too few for {layers} layers and a vocabulary of {VOCABULARY:,}; "
-            f"at least {Decoder.count(layers, HEAD):,} are needed: give fewer layers, or a model of your own"
+            f"{params:,} parameters are too few for {layers} layers and a vocabulary of"
+            f" {VOCABULARY:,}; at least {Decoder.count(layers, HEAD):,} are needed:"
+            " give fewer layers, or a model of your own"
         )
     larger = width + HEAD
-    nearer = abs(Decoder.count(layers, larger) - params) < abs(Decoder.count(layers, width) - params)
+    nearer = abs(Decoder.count(layers, larger) - params) < abs(
+        Decoder.count(layers, width) - params
+    )
     return larger if nearer else width
 
 
@@ -35,13 +39,21 @@ class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.project_in, self.project_out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+        self.project_in, self.project_out = (
+            nn.Linear(width, 3 * width, bias=False),
+            nn.Linear(width, width, bias=False),
+        )
+        self.up, self.down = (
+            nn.Linear(width, 4 * width, bias=False),
+            nn.Linear(4 * width, width, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [B, T, C] of [B, T, C]."""
         batch, length, width = x.shape
-        heads = self.project_in(self.attention_norm(x)).view(batch, length, 3, width // HEAD, HEAD)
+        heads = self.project_in(self.attention_norm(x)).view(
+            batch, length, 3, width // HEAD, HEAD
+        )
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.project_out(mixed.transpose(1, 2).reshape(batch, length, width))
@@ -71,6 +83,7 @@ class Decoder(nn.Module):
         return F.linear(self.norm(x), self.embedding.weight)
 
     def loss(self, text: Tensor) -> Tensor:
-        """Return the cross entropy of the tokens of int64 [B, T + 1] given those before."""
+        """Return the cross entropy of the tokens of int64 [B, T + 1] given those
+        before."""
         logits = self(text[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1).float(), text[:, 1:].flatten())

@@ -1,4 +1,5 @@
-"""What one way to train would take: bytes, collectives, seconds. A rehearsal of two steps of the real code."""
+"""What one way to train would take: bytes, collectives, seconds. A rehearsal of two
+steps of the real code."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from .replay import Timing, replay
 from .subject import Loss, Subject
 
 MANY = 2**15
-"""Ranks whose list alone takes a while: whether the model is large enough for them is asked first."""
+"""Ranks whose list alone takes a while: whether the model is large enough for them is
+asked first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,8 @@ class Way:
     @property
     def title(self) -> str:
         """A few words."""
-        return f"stage {self.stage}, {self.recipe or 'default'}{', checkpointing' if self.checkpointing else ''}"
+        checkpointing = ", checkpointing" if self.checkpointing else ""
+        return f"stage {self.stage}, {self.recipe or 'default'}{checkpointing}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +75,8 @@ class Forecast:
     padding: int
     """Of these, what fills shards and blocks up; of all ranks, the mean."""
     others: int
-    """Bytes beside that between steps: frozen parameters of stages 1 and 2, the model's own buffers, the batch."""
+    """Bytes beside that between steps: frozen parameters of stages 1 and 2, the model's
+    own buffers, the batch."""
     peak: Peak | None
     """Live bytes of a step; None if no batch is known."""
     largest_unit: int
@@ -107,11 +111,17 @@ class Forecast:
         return self.samples * self.setting.accumulate * world / self.timing(world).step
 
     def model_flops(self) -> int:
-        """Return what a step must compute: three times the forward pass. Recomputation is not counted."""
-        return 3 * sum(e.flops for e in self.trace.events if isinstance(e, Work) and e.phase == "forward")
+        """Return what a step must compute: three times the forward pass. Recomputation
+        is not counted."""
+        return 3 * sum(
+            e.flops
+            for e in self.trace.events
+            if isinstance(e, Work) and e.phase == "forward"
+        )
 
     def utilisation(self) -> float:
-        """Return the model FLOPs utilisation: of the hardware's peak, what the model itself uses."""
+        """Return the model FLOPs utilisation: of the hardware's peak, what the model
+        itself uses."""
         return self.model_flops() / self.timing().step / self.setting.machine.peak
 
 
@@ -131,7 +141,12 @@ def forecast(subject: Subject, way: Way, setting: Setting) -> Forecast:
         if way.checkpointing:
             checkpoint_units(model, setting.buckets)
         optimizer = AdamW(
-            model.parameters(), lr=1e-3, stage=way.stage, model=model, precision=way.precision, buckets=setting.buckets
+            model.parameters(),
+            lr=1e-3,
+            stage=way.stage,
+            model=model,
+            precision=way.precision,
+            buckets=setting.buckets,
         )
         gc.collect()
         rehearsal.ledger.reset_peak()
@@ -141,12 +156,18 @@ def forecast(subject: Subject, way: Way, setting: Setting) -> Forecast:
                 _step(model, loss, optimizer, setting)
         gc.collect()
         return Forecast(
-            way=way, setting=setting, params=params, memory=optimizer.memory(), padding=_padding(optimizer),
+            way=way,
+            setting=setting,
+            params=params,
+            memory=optimizer.memory(),
+            padding=_padding(optimizer),
             others=rehearsal.ledger.live - optimizer.memory().total,
             peak=rehearsal.ledger.peak if loss is not None else None,
-            largest_unit=_largest_unit(optimizer), calls=optimizer.comm_log(), trace=rehearsal.record(),
+            largest_unit=_largest_unit(optimizer),
+            calls=optimizer.comm_log(),
+            trace=rehearsal.record(),
             samples=subject.tokens,
-        )  # fmt: skip
+        )
 
 
 def check_size(model: nn.Module, world: int) -> int:
@@ -158,8 +179,9 @@ def check_size(model: nn.Module, world: int) -> int:
     params = sum(p.numel() for p in model.parameters())
     if params < world:
         raise ValueError(
-            f"{world:,} ranks for {params:,} parameters: there are more ranks than elements to shard; use "
-            f"{max(1, params // BLOCK):,} ranks at most, or plain data parallelism"
+            f"{world:,} ranks for {params:,} parameters: there are more ranks than"
+            f" elements to shard; use {max(1, params // BLOCK):,} ranks at most, or"
+            " plain data parallelism"
         )
     return params
 
@@ -182,26 +204,32 @@ def _forward(model: nn.Module, loss: Loss) -> Tensor:
     except Exception as error:
         said = str(error).partition("\n")[0]
         raise ValueError(
-            f"the forward pass fails on tensors without values ({type(error).__name__}: {said}); "
-            "another --dtype may help, or a function that returns the model and a loss that does without"
+            f"the forward pass fails on tensors without values ({type(error).__name__}:"
+            f" {said}); another --dtype may help, or a function that returns the model"
+            " and a loss that does without"
         ) from error
 
 
 def _padding(optimizer: AdamW) -> int:
     layout, memory = optimizer._coordinator().layout, optimizer.memory()
-    return round((memory.total - memory.tables) * (1 - layout.numel / layout.padded_numel))
+    return round(
+        (memory.total - memory.tables) * (1 - layout.numel / layout.padded_numel)
+    )
 
 
 def _largest_unit(optimizer: AdamW) -> int:
     buckets = optimizer._coordinator().layout.buckets
     by_unit: Counter[str] = Counter()
     for bucket in buckets:
-        by_unit[bucket.unit or str(bucket.index)] += bucket.numel * bucket.itemsize * (2 if bucket.trainable else 1)
+        by_unit[bucket.unit or str(bucket.index)] += (
+            bucket.numel * bucket.itemsize * (2 if bucket.trainable else 1)
+        )
     return max(by_unit.values())
 
 
 def checkpoint_units(model: nn.Module, buckets: Buckets) -> None:
-    """Keep only the inputs of every unit's forward, and compute the rest again in backward."""
+    """Keep only the inputs of every unit's forward, and compute the rest again in
+    backward."""
     for name, module in unit_modules(model, buckets.units).items():
         if name != ROOT:
             original = module.forward

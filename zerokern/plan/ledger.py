@@ -1,4 +1,5 @@
-"""Bytes of live tensors: how many, when most, and what they were. Of real tensors as of fake ones."""
+"""Bytes of live tensors: how many, when most, and what they were. Of real tensors as of
+fake ones."""
 
 from __future__ import annotations
 
@@ -12,12 +13,16 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 NOTED = 1.01
-"""What lives is listed anew when a peak is higher than the listed one by this factor."""
+"""What lives is listed anew when a peak is higher than the listed one by this
+factor."""
 
 
 @dataclass
@@ -36,15 +41,20 @@ class Peak:
 
 
 class Ledger(TorchDispatchMode):
-    """Counts the storages of every tensor that an operation returns inside of it, until they die or are resized."""
+    """Counts the storages of every tensor that an operation returns inside of it, until
+    they die or are resized."""
 
     def __init__(
-        self, on_operation: Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None] | None = None
+        self,
+        on_operation: (
+            Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None] | None
+        ) = None,
     ) -> None:
         """Prepare.
 
         Args:
-            on_operation: is told of every operation, its arguments and what it returned.
+            on_operation: is told of every operation, its arguments and what it
+                returned.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
@@ -76,9 +86,12 @@ class Ledger(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._stack.close()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():  # what may be read was decided above
+        # What may be read was decided above.
+        with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
@@ -98,7 +111,8 @@ class Ledger(TorchDispatchMode):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key not in self._sizes and storage.resizable():  # else it borrows another's memory
+        # Else it borrows another's memory.
+        if key not in self._sizes and storage.resizable():
             title = f"{maker} in {self._modules[-1]}" if self._modules else maker
             self._sizes[key] = 0, f"{self.phase}: {title}"
             weakref.finalize(storage, self._died, key).atexit = False
@@ -119,7 +133,9 @@ class Ledger(TorchDispatchMode):
 
     def _check_peak(self, maker: str) -> None:
         if self.live > self.peak.bytes:
-            self.peak = Peak(self.live, self.gathered, self.buckets, maker, self.peak.holders)
+            self.peak = Peak(
+                self.live, self.gathered, self.buckets, maker, self.peak.holders
+            )
             if self.live > self._noted * NOTED:
                 self._noted = self.live
                 self.peak.holders = self.holders()

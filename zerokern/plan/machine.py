@@ -1,4 +1,5 @@
-"""How fast a cluster is: rates of one rank, links, and what a collective takes on them."""
+"""How fast a cluster is: rates of one rank, links, and what a collective takes on
+them."""
 
 from __future__ import annotations
 
@@ -14,13 +15,15 @@ from .rehearsal import Launch, Work
 class Machine:
     """Rates in SI units; bandwidths of one rank, in one direction.
 
-    The defaults are assumptions about nodes of H100 GPUs, not measurements. `calibrate` measures them where it runs.
+    The defaults are assumptions about nodes of H100 GPUs, not measurements. `calibrate`
+    measures them where it runs.
     """
 
     compute: float = 400e12
     """Floating-point operations per second that matrix products reach."""
     peak: float = 989e12
-    """Floating-point operations per second that the maker promises: what utilisation is measured against."""
+    """Floating-point operations per second that the maker promises: what utilisation is
+    measured against."""
     memory: float = 2.5e12
     """Bytes per second that element-wise operations and kernels reach."""
     per_operation: float = 5e-6
@@ -30,29 +33,42 @@ class Machine:
     inter: float = 40e9
     """Bytes per second to ranks of other nodes."""
     latency: float = 20e-6
-    """Seconds that a collective takes, however small: per doubling of the ranks, or with gloo per other rank."""
+    """Seconds that a collective takes, however small: per doubling of the ranks, or
+    with gloo per other rank."""
     per_node: int = 8
     """Ranks of a node."""
     native_gather: bool = True
-    """All-gathers are a ring (NCCL); else every rank sends to every other one (gloo)."""
+    """All-gathers are a ring (NCCL); else every rank sends to every other one
+    (gloo)."""
     cores: float | None = None
-    """CPU cores that the ranks of a node share, if they compute on a CPU. Transfers take cores, too."""
+    """CPU cores that the ranks of a node share, if they compute on a CPU. Transfers
+    take cores, too."""
     name: str = "assumed: H100 nodes"
 
     def seconds(self, work: Work, world: int) -> float:
         """Return how long a rank computes."""
-        alone = work.flops / self.compute + work.bytes / self.memory + work.operations * self.per_operation
+        alone = (
+            work.flops / self.compute
+            + work.bytes / self.memory
+            + work.operations * self.per_operation
+        )
         return alone * self.crowding(world)
 
     def crowding(self, world: int) -> float:
-        """Return by how much ranks slow each other down when they are more than cores."""
-        return 1.0 if self.cores is None else max(1.0, min(world, self.per_node) / self.cores)
+        """Return by how much ranks slow each other down when they are more than
+        cores."""
+        return (
+            1.0
+            if self.cores is None
+            else max(1.0, min(world, self.per_node) / self.cores)
+        )
 
     def split(self, launch: Launch, world: int) -> tuple[float, float]:
-        """Return the bytes that a rank sends inside of its node and to others, for a collective over `world` ranks.
+        """Return the bytes that a rank sends inside of its node and to others, for a
+        collective over `world` ranks.
 
-        Every rank sends to every other one: shares are as the numbers of ranks. A ring of n ranks a node crosses
-        between nodes once for n ranks, whose links share it.
+        Every rank sends to every other one: shares are as the numbers of ranks. A ring
+        of n ranks a node crosses between nodes once for n ranks, whose links share it.
         """
         if launch.group == 1 or world == 1:
             return 0.0, 0.0
@@ -69,14 +85,19 @@ class Machine:
         inside, across = self.split(launch, world)
         if not inside and not across:
             return 0.0
-        return max(inside / self.intra, across / self.inter) + self.latency * self.hops(world)
+        return max(inside / self.intra, across / self.inter) + self.latency * self.hops(
+            world
+        )
 
     def copying(self, launch: Launch, world: int) -> tuple[float, float]:
-        """Return, where ranks share cores, how long a rank copies, and how long the link to other nodes takes."""
+        """Return, where ranks share cores, how long a rank copies, and how long the
+        link to other nodes takes."""
         inside, across = self.split(launch, world)
         if not inside and not across:
             return 0.0, 0.0
-        copying = (inside + across) / self.intra * self.crowding(world) + self.latency * self.hops(world)
+        copying = (inside + across) / self.intra * self.crowding(
+            world
+        ) + self.latency * self.hops(world)
         return copying, across / self.inter
 
     def hops(self, world: int) -> int:
@@ -98,5 +119,6 @@ class Machine:
             return cls(**json.loads(path.read_text()))
         except (OSError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(
-                f"{path} is no machine file ({error}); write one with `zerokern plan --calibrate --machine {path}`"
+                f"{path} is no machine file ({error}); write one with `zerokern plan"
+                f" --calibrate --machine {path}`"
             ) from error

@@ -17,7 +17,9 @@ def size(text: str) -> int:
     """
     number, unit = _parse(text)
     if unit != "B":
-        raise ValueError(f"{text!r} is not a size; write it with its unit, for example 80GiB or 80GB")
+        raise ValueError(
+            f"{text!r} is not a size; write it with its unit, for example 80GiB or 80GB"
+        )
     return round(number)
 
 
@@ -30,7 +32,8 @@ def bandwidth(text: str) -> float:
     number, unit = _parse(text)
     if unit not in ("B/s", "b/s", "bit/s"):
         raise ValueError(
-            f"{text!r} is not a bandwidth; write bytes as 450GB/s or bits as 400Gb/s, in one direction, per GPU"
+            f"{text!r} is not a bandwidth; write bytes as 450GB/s or bits as 400Gb/s,"
+            " in one direction, per GPU"
         )
     return number if unit == "B/s" else number / 8
 
@@ -55,7 +58,9 @@ def count(text: str) -> int:
     """
     number, unit = _parse(text.replace("B", "G"))
     if unit or number != round(number) or number < 1:
-        raise ValueError(f"{text!r} is not a count; write a whole number such as 512, 7e9 or 7B")
+        raise ValueError(
+            f"{text!r} is not a count; write a whole number such as 512, 7e9 or 7B"
+        )
     return round(number)
 
 
@@ -65,9 +70,15 @@ def _parse(text: str) -> tuple[float, str]:
         assert match is not None
         return float(match[1]) * PREFIX[match[2]], match[3]
     except (AssertionError, ValueError, KeyError):
-        raise ValueError(f"{text!r} is not a number with a unit, such as 80GiB, 450GB/s or 400Gb/s") from None
+        raise ValueError(
+            f"{text!r} is not a number with a unit, such as 80GiB, 450GB/s or 400Gb/s"
+        ) from None
 
 
 def gib(bytes_: float) -> str:
     """Return bytes in GiB, or in MiB where that is too coarse."""
-    return f"{bytes_ / 2**30:,.2f} GiB" if bytes_ >= 2**30 / 10 else f"{bytes_ / 2**20:,.2f} MiB"
+    return (
+        f"{bytes_ / 2**30:,.2f} GiB"
+        if bytes_ >= 2**30 / 10
+        else f"{bytes_ / 2**20:,.2f} MiB"
+    )

@@ -1,4 +1,5 @@
-"""A rank of a world that is not there: fake tensors, a fake process group, and a record of what would be done."""
+"""A rank of a world that is not there: fake tensors, a fake process group, and a record
+of what would be done."""
 
 from __future__ import annotations
 
@@ -13,9 +14,16 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.distributed import device_mesh
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -32,7 +40,8 @@ class Work:
     phase: str
     flops: int = 0
     bytes: int = 0
-    """Read and written by element-wise operations, if nothing stays in a cache. Matrix products are bound by FLOPs."""
+    """Read and written by element-wise operations, if nothing stays in a cache. Matrix
+    products are bound by FLOPs."""
     operations: int = 0
 
 
@@ -70,12 +79,16 @@ class Trace:
         return last
 
     def flops(self) -> int:
-        """Return the floating-point operations of all work; a multiplication and an addition are two."""
+        """Return the floating-point operations of all work; a multiplication and an
+        addition are two."""
         return sum(event.flops for event in self.events if isinstance(event, Work))
 
 
-def _grouped_mm_flop(a: Tensor, b: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> int:
-    """Count the products of experts with their tokens, or of the tokens with their gradients, an equal share each."""
+def _grouped_mm_flop(
+    a: Tensor, b: Tensor, *args: Any, out_val: Tensor, **kwargs: Any
+) -> int:
+    """Count the products of experts with their tokens, or of the tokens with their
+    gradients, an equal share each."""
     flops = 2 * out_val.numel() * a.shape[-1]
     return flops // out_val.shape[0] if a.dim() == b.dim() == 2 else flops
 
@@ -83,13 +96,16 @@ def _grouped_mm_flop(a: Tensor, b: Tensor, *args: Any, out_val: Tensor, **kwargs
 aten = torch.ops.aten
 FLOPS: Mapping[Any, Callable[..., int]] = {
     **flop_registry,
-    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        aten._scaled_dot_product_flash_attention
+    ],
     aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
         aten._scaled_dot_product_flash_attention_backward
     ],
     aten._grouped_mm: _grouped_mm_flop,
 }
-"""Formulas of torch's counter, and of what it leaves out. Attention counts whole, causal or not, as usual."""
+"""Formulas of torch's counter, and of what it leaves out. Attention counts whole,
+causal or not, as usual."""
 
 LOGGER = logging.getLogger(FakeTensorMode.__module__)
 EXCEPTIONS = frozenset({"any", "isnan", "isinf"})
@@ -97,10 +113,11 @@ EXCEPTIONS = frozenset({"any", "isnan", "isinf"})
 
 
 class Rehearsal:
-    """Inside of it this process is one rank of a world of any size, tensors are fake, and everything is recorded.
+    """Inside of it this process is one rank of a world of any size, tensors are fake,
+    and everything is recorded.
 
-    Only one at a time, and not beside a real process group: zerokern and the user's code find the fake one as the
-    default group.
+    Only one at a time, and not beside a real process group: zerokern and the user's
+    code find the fake one as the default group.
     """
 
     def __init__(self, world: int, rank: int = 0) -> None:
@@ -114,7 +131,9 @@ class Rehearsal:
             ValueError: there is no such rank.
         """
         if not 0 <= rank < world:
-            raise ValueError(f"rank {rank} of a world of {world}: it must be from 0 to {world - 1}")
+            raise ValueError(
+                f"rank {rank} of a world of {world}: it must be from 0 to {world - 1}"
+            )
         self.world, self.rank = world, rank
         self.trace = Trace()
         self.ledger = Ledger(self._on_operation)
@@ -124,19 +143,25 @@ class Rehearsal:
     def __enter__(self) -> Rehearsal:
         if dist.is_initialized():
             raise RuntimeError(
-                "a process group is initialised, and a dry run brings its own; run it in a process of its own, or call "
-                "torch.distributed.destroy_process_group() first"
+                "a process group is initialised, and a dry run brings its own; run it"
+                " in a process of its own, or call"
+                " torch.distributed.destroy_process_group() first"
             )
-        dist.init_process_group("fake", store=FakeStore(), rank=self.rank, world_size=self.world)
+        dist.init_process_group(
+            "fake", store=FakeStore(), rank=self.rank, world_size=self.world
+        )
         self._stack.callback(dist.destroy_process_group)
         self._stack.enter_context(mock.patch("torch.utils.swap_tensors", _swap))
         for owner, name in _MESHES:
-            self._stack.enter_context(mock.patch.object(owner, name, _with_values(getattr(owner, name))))
+            self._stack.enter_context(
+                mock.patch.object(owner, name, _with_values(getattr(owner, name)))
+            )
         self._stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         self._stack.enter_context(_Values())  # type: ignore[no-untyped-call]
         self._stack.enter_context(self.ledger)
         self._stack.enter_context(pretend.listening(self))
-        self._stack.enter_context(mock.patch.object(LOGGER, "disabled", True))  # what it says is in exceptions, too
+        # What it says is in exceptions, too.
+        self._stack.enter_context(mock.patch.object(LOGGER, "disabled", True))
         for hook in (
             register_optimizer_step_pre_hook(lambda *_: self._begin("step")),
             register_optimizer_step_post_hook(lambda *_: self._begin("forward")),
@@ -155,9 +180,11 @@ class Rehearsal:
         done, self.trace = self.trace, Trace()
         return done
 
-    # ------------------------------------------------------------------ what is recorded
+    # ----------------------------------------------------------------- what is recorded
 
-    def _on_operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+    def _on_operation(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+    ) -> None:
         if not _takes_time(func, out):
             return
         work = self.trace.work(self.ledger.phase)
@@ -166,7 +193,11 @@ class Rehearsal:
         if count is not None:
             work.flops += count(*args, **kwargs, out_val=out)
         else:
-            work.bytes += sum(t.nbytes for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor))
+            work.bytes += sum(
+                t.nbytes
+                for t in tree_leaves((args, kwargs, out))
+                if isinstance(t, Tensor)
+            )
 
     def on_kernel(self, name: str, tensors: Sequence[Tensor]) -> None:
         """Record a kernel of ours."""
@@ -193,14 +224,16 @@ class Rehearsal:
 
 
 def _takes_time(func: Any, out: Any) -> bool:
-    """Return whether an operation computes: views, bare memory, questions (`device`) and marks of profilers do not."""
+    """Return whether an operation computes: views, bare memory, questions (`device`)
+    and marks of profilers do not."""
     if func.is_view or func._opname == "_unsafe_view" or "empty" in func._opname:
         return False
     return any(isinstance(value, Tensor) for value in tree_leaves(out))
 
 
 def _with_values(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs outside of the rehearsal's modes, on tensors that have values."""
+    """Return a function that runs outside of the rehearsal's modes, on tensors that
+    have values."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -211,23 +244,29 @@ def _with_values(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _MESHES = (
-    (device_mesh, "init_device_mesh"), (dist, "init_device_mesh"), (device_mesh.DeviceMesh, "__init__"),
-    (device_mesh.DeviceMesh, "__getitem__"), (device_mesh.DeviceMesh, "_flatten"),
-)  # fmt: skip
+    (device_mesh, "init_device_mesh"),
+    (dist, "init_device_mesh"),
+    (device_mesh.DeviceMesh, "__init__"),
+    (device_mesh.DeviceMesh, "__getitem__"),
+    (device_mesh.DeviceMesh, "_flatten"),
+)
 """What reads the ranks of a mesh from a tensor."""
 
 
 def _swap(param: Tensor, applied: Tensor) -> None:
-    """Do for `model.bfloat16()` what torch's own does, and refuses for fake parameters."""
+    """Do for `model.bfloat16()` what torch's own does, and refuses for fake
+    parameters."""
     param.data = applied.data
 
 
 class _Values(TorchDispatchMode):
-    """Answers for values that nobody has computed: numbers are 1, conditions hold, but nothing is an exception to them
-    (`any`, `isnan`, `isinf`), and tensors are equal.
+    """Answers for values that nobody has computed: numbers are 1, conditions hold, but
+    nothing is an exception to them (`any`, `isnan`, `isinf`), and tensors are equal.
     """
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         try:
             out = func(*args, **(kwargs or {}))
         except DataDependentOutputException:
@@ -241,10 +280,13 @@ class _Values(TorchDispatchMode):
             raise
         except DynamicOutputShapeException as error:
             raise ValueError(
-                f"the size of what {func} returns depends on values, and a rehearsal has none (mixtures of experts do "
-                "so); give every expert the same share of tokens there, by a mask or a fixed capacity"
+                f"the size of what {func} returns depends on values, and a rehearsal"
+                " has none (mixtures of experts do so); give every expert the same"
+                " share of tokens there, by a mask or a fixed capacity"
             ) from error
-        if func._opname in EXCEPTIONS or (func._opname == "logical_not" and not _is_exception(args[0])):
+        if func._opname in EXCEPTIONS or (
+            func._opname == "logical_not" and not _is_exception(args[0])
+        ):
             out.is_exception = True
         return out
 

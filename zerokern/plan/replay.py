@@ -1,4 +1,5 @@
-"""How long a trace takes on a machine: computing and sending run beside each other, and waits join them."""
+"""How long a trace takes on a machine: computing and sending run beside each other, and
+waits join them."""
 
 from __future__ import annotations
 
@@ -27,13 +28,15 @@ class Timing:
 def replay(trace: Trace, machine: Machine, world: int) -> Timing:
     """Return the time of a trace.
 
-    A rank computes in order; its collectives take the wire one after the other, beside the computation; a wait lasts
-    until the collective is done. Hence the first gather and the last reduction are exposed, and what overlaps is what
-    the coordinator has launched ahead. Where ranks share the cores of a CPU there is no beside within a node:
-    copying is work, too.
+    A rank computes in order; its collectives take the wire one after the other, beside
+    the computation; a wait lasts until the collective is done. Hence the first gather
+    and the last reduction are exposed, and what overlaps is what the coordinator has
+    launched ahead. Where ranks share the cores of a CPU there is no beside within a
+    node: copying is work, too.
 
-    Gathers in forward are waited for in the step after. The same step is taken to have gone before this one, and
-    collectives are paired from the end, since first steps may differ.
+    Gathers in forward are waited for in the step after. The same step is taken to have
+    gone before this one, and collectives are paired from the end, since first steps may
+    differ.
 
     Args:
         trace: of one rank, recorded in a world of any size.
@@ -41,13 +44,19 @@ def replay(trace: Trace, machine: Machine, world: int) -> Timing:
         world: ranks; collectives are taken to be over all of them.
     """
     started = {event.number for event in trace.events if isinstance(event, Launch)}
-    carries = any(isinstance(event, Wait) and event.number not in started for event in trace.events)
+    carries = any(
+        isinstance(event, Wait) and event.number not in started
+        for event in trace.events
+    )
     before = _Clock()
     if carries:
         _run(trace, machine, world, before)
         before = _Clock(
             wire_free=before.wire_free - before.now,
-            done={number - len(started): at - before.now for number, at in before.done.items()},
+            done={
+                number - len(started): at - before.now
+                for number, at in before.done.items()
+            },
         )
     return _run(trace, machine, world, before)
 

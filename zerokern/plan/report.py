@@ -14,14 +14,26 @@ from .script import Outcome
 
 ROLES = ("parameters", "gradients", "master", "moments", "tables")
 AT_THE_PEAK = ("gathered units", "buckets", "activations")
-COLOURS = ("#4477aa", "#66ccee", "#ccbb44", "#ee6677", "#bbbbbb", "#228833", "#ddaa33", "#aa3377")
+COLOURS = (
+    "#4477aa",
+    "#66ccee",
+    "#ccbb44",
+    "#ee6677",
+    "#bbbbbb",
+    "#228833",
+    "#ddaa33",
+    "#aa3377",
+)
 
 
 def parts_of(forecast: Forecast) -> dict[str, int]:
     """Return the bytes at the peak by role."""
     parts = {role: getattr(forecast.memory, role) for role in ROLES}
     if forecast.peak is not None:
-        parts["gathered units"], parts["buckets"] = forecast.peak.gathered, forecast.peak.buckets
+        parts["gathered units"], parts["buckets"] = (
+            forecast.peak.gathered,
+            forecast.peak.buckets,
+        )
         parts["activations"] = max(0, forecast.peak.bytes - sum(parts.values()))
     else:
         parts["others"] = forecast.others
@@ -54,14 +66,32 @@ def table(forecasts: Sequence[Forecast], room: int, per: str) -> list[list[str]]
         parts = parts_of(forecast)
         cells = [*(gib(parts[role]) for role in ROLES), gib(forecast.padding)]
         if forecast.peak is None:
-            cells += [*["?"] * (len(AT_THE_PEAK) + 1), "perhaps" if forecast.needs <= room else "no"]
-            cells += [f"{sum(forecast.sent().values()) / 1e9:.3g} GB", "?", "?", "?", "?"]
+            cells += [
+                *["?"] * (len(AT_THE_PEAK) + 1),
+                "perhaps" if forecast.needs <= room else "no",
+            ]
+            cells += [
+                f"{sum(forecast.sent().values()) / 1e9:.3g} GB",
+                "?",
+                "?",
+                "?",
+                "?",
+            ]
         else:
             timing = forecast.timing()
-            cells += [gib(parts[part]) for part in AT_THE_PEAK] + [gib(forecast.peak.bytes)]
+            cells += [gib(parts[part]) for part in AT_THE_PEAK] + [
+                gib(forecast.peak.bytes)
+            ]
             cells += ["yes" if forecast.needs <= room else "no"]
-            cells += [f"{sum(forecast.sent().values()) / 1e9:.3g} GB", f"{timing.across / 1e9:.3g} GB"]
-            cells += [f"{timing.step:.3g} s", f"{forecast.throughput():,.0f}", f"{forecast.utilisation():.0%}"]
+            cells += [
+                f"{sum(forecast.sent().values()) / 1e9:.3g} GB",
+                f"{timing.across / 1e9:.3g} GB",
+            ]
+            cells += [
+                f"{timing.step:.3g} s",
+                f"{forecast.throughput():,.0f}",
+                f"{forecast.utilisation():.0%}",
+            ]
         rows.append([forecast.way.title, *cells])
     return rows
 
@@ -118,26 +148,45 @@ def outcome_as_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def outcome_tables(outcome: Outcome) -> list[list[list[str]]]:
-    """Return what to print of a dry run: collectives of the last step, and what held the bytes at the peak."""
+    """Return what to print of a dry run: collectives of the last step, and what held
+    the bytes at the peak."""
     tables = []
     for calls, memory in zip(outcome.calls, outcome.memory, strict=True):
-        last = [call for call in calls if call.step == outcome.steps - 1 and call.phase != "init"]
+        last = [
+            call
+            for call in calls
+            if call.step == outcome.steps - 1 and call.phase != "init"
+        ]
         found: dict[tuple[str, str, str], list[int]] = {}
         for call in last:
             known = found.setdefault((call.phase, call.op, call.dtype), [0, 0])
             known[0] += 1
             known[1] += call.bytes
-        tables.append([
-            ["collectives of the last step", "calls", "bytes sent"],
-            *([" ".join(key), f"{number:,}", f"{sent:,}"] for key, (number, sent) in found.items()),
-        ])  # fmt: skip
-        tables.append([
-            ["between steps", "bytes"],
-            *([role, f"{value:,}"] for role, value in asdict(memory).items()), ["total", f"{memory.total:,}"],
-        ])  # fmt: skip
+        tables.append(
+            [
+                ["collectives of the last step", "calls", "bytes sent"],
+                *(
+                    [" ".join(key), f"{number:,}", f"{sent:,}"]
+                    for key, (number, sent) in found.items()
+                ),
+            ]
+        )
+        tables.append(
+            [
+                ["between steps", "bytes"],
+                *([role, f"{value:,}"] for role, value in asdict(memory).items()),
+                ["total", f"{memory.total:,}"],
+            ]
+        )
     peak = outcome.peak
     held = [[maker, f"{size:,}"] for maker, size in list(peak.holders.items())[:12]]
-    tables.append([["at the peak", "bytes"], [f"reached in {peak.where}", f"{peak.bytes:,}"], *held])
+    tables.append(
+        [
+            ["at the peak", "bytes"],
+            [f"reached in {peak.where}", f"{peak.bytes:,}"],
+            *held,
+        ]
+    )
     return tables
 
 
@@ -156,15 +205,29 @@ def plot(forecasts: Sequence[Forecast], room: int, path: Path, per: str) -> None
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install 'zerokern[plan]'") from None
+        raise ValueError(
+            "--plot needs matplotlib: pip install 'zerokern[plan]'"
+        ) from None
     figure = Figure(figsize=(12, 5), layout="constrained")
     speed, memory = figure.subplots(1, 2)
     for colour, forecast in zip(COLOURS * len(forecasts), forecasts, strict=False):
         if forecast.peak is not None:
             counts = worlds(forecast.setting.world)
             style = "--" if forecast.way.recipe != forecasts[0].way.recipe else "-"
-            speed.plot(counts, [forecast.throughput(w) for w in counts], style, color=colour, label=forecast.way.title)
-    speed.set(xscale="log", yscale="log", xlabel="GPUs", ylabel=f"{per} per second", title="Throughput")
+            speed.plot(
+                counts,
+                [forecast.throughput(w) for w in counts],
+                style,
+                color=colour,
+                label=forecast.way.title,
+            )
+    speed.set(
+        xscale="log",
+        yscale="log",
+        xlabel="GPUs",
+        ylabel=f"{per} per second",
+        title="Throughput",
+    )
     speed.legend(fontsize="small")
     titles = [forecast.way.title for forecast in forecasts]
     below = [0.0] * len(forecasts)
@@ -172,7 +235,9 @@ def plot(forecasts: Sequence[Forecast], room: int, path: Path, per: str) -> None
         heights = [parts_of(forecast).get(role, 0) / 2**30 for forecast in forecasts]
         memory.bar(titles, heights, bottom=below, label=role, color=colour)
         below = [low + height for low, height in zip(below, heights, strict=True)]
-    memory.axhline(room / 2**30, color="black", linestyle=":", label="a GPU, less the reserve")
+    memory.axhline(
+        room / 2**30, color="black", linestyle=":", label="a GPU, less the reserve"
+    )
     memory.set(ylabel="GiB per rank", title="Bytes at the peak")
     memory.tick_params(axis="x", rotation=30)
     memory.legend(fontsize="small")

@@ -52,12 +52,19 @@ class _Enough(BaseException):
 
 
 def dryrun(
-    script: Path, arguments: Sequence[str], *, world: int, rank: int = 0, per_node: int = 8, steps: int = 2
+    script: Path,
+    arguments: Sequence[str],
+    *,
+    world: int,
+    rank: int = 0,
+    per_node: int = 8,
+    steps: int = 2,
 ) -> Outcome:
     """Run a script until it has made some optimizer steps.
 
-    It finds the environment that torchrun would give it, and `init_process_group` gives it a fake group. A device
-    "cuda" is fake, too. Values that it reads are made up: numbers are 1, conditions hold, lists are of zeros.
+    It finds the environment that torchrun would give it, and `init_process_group` gives
+    it a fake group. A device "cuda" is fake, too. Values that it reads are made up:
+    numbers are 1, conditions hold, lists are of zeros.
 
     Args:
         script: its file.
@@ -71,21 +78,13 @@ def dryrun(
         ValueError: there is no such file, or the script trains nothing.
     """
     if not script.is_file():
-        raise ValueError(f"{script} is not a file; give the training script, and its arguments after it")
-    optimizers: list[Optimizer] = []
-    done = 0
+        raise ValueError(
+            f"{script} is not a file; give the training script, and its arguments"
+            " after it"
+        )
     with Rehearsal(world, rank) as rehearsal:
-
-        def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            nonlocal done
-            if all(optimizer is not known for known in optimizers):
-                optimizers.append(optimizer)
-            done += optimizer is optimizers[0]
-            if done == steps and optimizer is optimizers[-1]:
-                raise _Enough
-            rehearsal.record()
-
-        hook = register_optimizer_step_post_hook(stepped)
+        steps_of = _Steps(rehearsal, steps)
+        hook = register_optimizer_step_post_hook(steps_of)
         try:
             with _as_rank(script, arguments, world, rank, per_node):
                 runpy.run_path(str(script), run_name="__main__")
@@ -93,38 +92,84 @@ def dryrun(
             pass
         except SystemExit as exit_:
             if exit_.code not in (None, 0):
-                raise ValueError(f"{script} ended with exit status {exit_.code}; see what it has printed") from exit_
+                raise ValueError(
+                    f"{script} ended with exit status {exit_.code}; see what it has"
+                    " printed"
+                ) from exit_
         finally:
             hook.remove()
-        if not optimizers:
-            raise ValueError(f"{script} ended without an optimizer step; give the arguments with which it trains")
-        ours = [optimizer for optimizer in optimizers if isinstance(optimizer, ObservableOptimizer)]
-        return Outcome(
-            rank, world, done, sum(p.numel() for o in optimizers for g in o.param_groups for p in g["params"]),
-            [o.memory() for o in ours], [o.comm_log() for o in ours],
-            rehearsal.ledger.peak, rehearsal.ledger.live, rehearsal.ledger.timeline, rehearsal.record(),
-        )  # fmt: skip
+        if not steps_of.optimizers:
+            raise ValueError(
+                f"{script} ended without an optimizer step; give the arguments with"
+                " which it trains"
+            )
+        return _outcome(rehearsal, steps_of)
+
+
+class _Steps:
+    """Counts the optimizers' steps, and ends the script when there were enough."""
+
+    def __init__(self, rehearsal: Rehearsal, wanted: int) -> None:
+        self.optimizers: list[Optimizer] = []
+        self.done = 0
+        """Steps of the first optimizer."""
+        self._rehearsal, self._wanted = rehearsal, wanted
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if all(optimizer is not known for known in self.optimizers):
+            self.optimizers.append(optimizer)
+        self.done += optimizer is self.optimizers[0]
+        if self.done == self._wanted and optimizer is self.optimizers[-1]:
+            raise _Enough
+        self._rehearsal.record()
+
+
+def _outcome(rehearsal: Rehearsal, steps: _Steps) -> Outcome:
+    groups = [group for o in steps.optimizers for group in o.param_groups]
+    ours = [o for o in steps.optimizers if isinstance(o, ObservableOptimizer)]
+    ledger = rehearsal.ledger
+    return Outcome(
+        rank=rehearsal.rank,
+        world=rehearsal.world,
+        steps=steps.done,
+        params=sum(param.numel() for group in groups for param in group["params"]),
+        memory=[optimizer.memory() for optimizer in ours],
+        calls=[optimizer.comm_log() for optimizer in ours],
+        peak=ledger.peak,
+        live=ledger.live,
+        timeline=ledger.timeline,
+        trace=rehearsal.record(),
+    )
 
 
 @contextmanager
-def _as_rank(script: Path, arguments: Sequence[str], world: int, rank: int, per_node: int) -> Iterator[None]:
+def _as_rank(
+    script: Path, arguments: Sequence[str], world: int, rank: int, per_node: int
+) -> Iterator[None]:
     local = min(per_node, world)
     environment = {
-        "RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank % local, "LOCAL_WORLD_SIZE": local,
-        "GROUP_RANK": rank // local, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500,
-    }  # fmt: skip
+        "RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_RANK": rank % local,
+        "LOCAL_WORLD_SIZE": local,
+        "GROUP_RANK": rank // local,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 29500,
+    }
+    patch = mock.patch.object
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ, {name: str(value) for name, value in environment.items()}))
-        stack.enter_context(mock.patch.object(sys, "argv", [str(script), *arguments]))
-        stack.enter_context(mock.patch.object(sys, "path", [str(script.parent), *sys.path]))
-        stack.enter_context(mock.patch.object(dist, "init_process_group", lambda *args, **kwargs: None))
-        stack.enter_context(mock.patch.object(dist, "destroy_process_group", lambda *args, **kwargs: None))
+        enter = stack.enter_context
+        enter(mock.patch.dict(os.environ, {k: str(v) for k, v in environment.items()}))
+        enter(patch(sys, "argv", [str(script), *arguments]))
+        enter(patch(sys, "path", [str(script.parent), *sys.path]))
+        for name in ("init_process_group", "destroy_process_group"):
+            enter(patch(dist, name, _constant(None)))
         for name, stand_in in _CUDA.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+            enter(patch(torch.cuda, name, stand_in))
         for name, method in _METHODS.items():
-            stack.enter_context(mock.patch.object(Tensor, name, method))
-        stack.enter_context(mock.patch.object(torch, "autocast", _autocast(torch.autocast)))
-        stack.enter_context(_OnCpu())
+            enter(patch(Tensor, name, method))
+        enter(patch(torch, "autocast", _autocast(torch.autocast)))
+        enter(_OnCpu())
         yield
 
 
@@ -133,16 +178,26 @@ def _constant(value: Any) -> Callable[..., Any]:
 
 
 _CUDA: Mapping[str, Callable[..., Any]] = {
-    "set_device": _constant(None), "synchronize": _constant(None), "empty_cache": _constant(None),
-    "current_device": _constant(0), "memory_allocated": _constant(0), "max_memory_allocated": _constant(0),
-    "reset_peak_memory_stats": _constant(None), "manual_seed": _constant(None), "manual_seed_all": _constant(None),
-}  # fmt: skip
+    "set_device": _constant(None),
+    "synchronize": _constant(None),
+    "empty_cache": _constant(None),
+    "current_device": _constant(0),
+    "memory_allocated": _constant(0),
+    "max_memory_allocated": _constant(0),
+    "reset_peak_memory_stats": _constant(None),
+    "manual_seed": _constant(None),
+    "manual_seed_all": _constant(None),
+}
 """Functions of torch.cuda that a training script calls."""
 
 
 def _tolist(tensor: Tensor) -> Any:
+    zero = 0.0 if tensor.is_floating_point() else 0
+
     def nested(shape: Sequence[int]) -> Any:
-        return [nested(shape[1:]) for _ in range(shape[0])] if shape else 0 if not tensor.is_floating_point() else 0.0
+        if not shape:
+            return zero
+        return [nested(shape[1:]) for _ in range(shape[0])]
 
     return nested(tensor.shape)
 
@@ -153,7 +208,11 @@ def _numpy(tensor: Tensor, **kwargs: Any) -> Any:
     return numpy.zeros(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
-_METHODS = {"tolist": _tolist, "numpy": _numpy, "cuda": lambda tensor, *args, **kwargs: tensor}
+_METHODS = {
+    "tolist": _tolist,
+    "numpy": _numpy,
+    "cuda": lambda tensor, *args, **kwargs: tensor,
+}
 
 
 def _autocast(original: Any) -> Any:
@@ -164,9 +223,12 @@ def _autocast(original: Any) -> Any:
 
 
 class _OnCpu(TorchFunctionMode):
-    """Takes every device for the CPU: the tensors are fake, and whoever rehearses may have no GPU."""
+    """Takes every device for the CPU: the tensors are fake, and whoever rehearses may
+    have no GPU."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = {name: _on_cpu(value) for name, value in (kwargs or {}).items()}
         return func(*(_on_cpu(value) for value in args), **kwargs)
 

@@ -1,4 +1,5 @@
-"""What is planned: a model, and the loss of one batch of it. Built on fakes, so that its size does not matter."""
+"""What is planned: a model, and the loss of one batch of it. Built on fakes, so that
+its size does not matter."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class Subject:
 
     title: str
     build: Callable[[], tuple[nn.Module, Loss | None]]
-    """Return the model and the loss of a batch; None if nobody knows what the model takes."""
+    """Return the model and the loss of a batch; None if nobody knows what the model
+    takes."""
     tokens: int
     """Tokens (of a language model) or samples in a rank's batch."""
     per: str = "tokens"
@@ -37,9 +39,10 @@ def find(model: str, *, batch: int, sequence: int, dtype: torch.dtype) -> Subjec
     """Return the subject that a word of the command line names.
 
     Args:
-        model: "package.module:name" of a module class, or of a function without arguments that returns a module, or a
-            module and a function from it to the loss of a batch; or a Hugging Face configuration, a JSON file or the
-            folder that has it.
+        model: "package.module:name" of a module class, or of a function without
+            arguments that returns a module, or a module and a function from it to the
+            loss of a batch; or a Hugging Face configuration, a JSON file or the folder
+            that has it.
         batch: samples of a rank's batch.
         sequence: tokens of a sample.
         dtype: what the parameters are cast to.
@@ -52,12 +55,14 @@ def find(model: str, *, batch: int, sequence: int, dtype: torch.dtype) -> Subjec
     if ":" in model:
         return _of_import(model, batch, dtype)
     raise ValueError(
-        f"{model!r} is neither a file nor an import path; give package.module:factory, a Hugging Face config.json, or "
-        "--params and --layers"
+        f"{model!r} is neither a file nor an import path; give package.module:factory,"
+        " a Hugging Face config.json, or --params and --layers"
     )
 
 
-def of_count(params: int, layers: int, *, batch: int, sequence: int, dtype: torch.dtype) -> Subject:
+def of_count(
+    params: int, layers: int, *, batch: int, sequence: int, dtype: torch.dtype
+) -> Subject:
     """Return a decoder-only language model of about so many parameters.
 
     Args:
@@ -83,19 +88,26 @@ def _of_import(path: str, batch: int, dtype: torch.dtype) -> Subject:
         factory = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"{path!r} cannot be imported ({error}); give package.module:name as Python finds it"
+            f"{path!r} cannot be imported ({error}); give package.module:name as Python"
+            " finds it"
         ) from error
     finally:
         sys.path.pop(0)
     if not callable(factory):
-        raise ValueError(f"{path!r} is a {type(factory).__name__}; give a module class or a function that returns one")
+        raise ValueError(
+            f"{path!r} is a {type(factory).__name__}; give a module class or a function"
+            " that returns one"
+        )
     needed = [
-        p.name for p in inspect.signature(factory).parameters.values()
-        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]  # fmt: skip
+        p.name
+        for p in inspect.signature(factory).parameters.values()
+        if p.default is p.empty
+        and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
     if needed:
         raise ValueError(
-            f"{path!r} needs arguments ({', '.join(needed)}); give a function without any, which returns the model"
+            f"{path!r} needs arguments ({', '.join(needed)}); give a function without"
+            " any, which returns the model"
         )
 
     def build() -> tuple[nn.Module, Loss | None]:
@@ -105,14 +117,16 @@ def _of_import(path: str, batch: int, dtype: torch.dtype) -> Subject:
             if "Uninitialized" in str(error):
                 raise _lazy("a parameter", path) from error
             raise ValueError(
-                f"{path!r} cannot be built without data or files ({type(error).__name__}: {error}); give a function "
-                "that builds the architecture only, with sizes written in it"
+                f"{path!r} cannot be built without data or files"
+                f" ({type(error).__name__}: {error}); give a function that builds the"
+                " architecture only, with sizes written in it"
             ) from error
         model, loss = built if isinstance(built, tuple) else (built, None)
         if not isinstance(model, nn.Module):
             raise ValueError(
-                f"{path!r} returned a {type(model).__name__}; it must return a torch.nn.Module, or one and a function "
-                "from it to the loss of a batch"
+                f"{path!r} returned a {type(model).__name__}; it must return a"
+                " torch.nn.Module, or one and a function from it to the loss of a"
+                " batch"
             )
         _check_built(path, model)
         return model.to(dtype), loss
@@ -128,8 +142,9 @@ def _check_built(path: str, model: nn.Module) -> None:
 
 def _lazy(param: str, path: str) -> ValueError:
     return ValueError(
-        f"{param} of {path!r} gets its shape from the first batch (a lazy module); build it with its sizes, or run a "
-        "batch through it in the function that returns it"
+        f"{param} of {path!r} gets its shape from the first batch (a lazy module);"
+        " build it with its sizes, or run a batch through it in the function that"
+        " returns it"
     )
 
 
@@ -138,20 +153,29 @@ def _of_config(path: Path, batch: int, sequence: int, dtype: torch.dtype) -> Sub
         import transformers
     except ImportError:
         raise ValueError(
-            f"{path} is a Hugging Face configuration, and transformers is not installed; pip install 'zerokern[models]'"
+            f"{path} is a Hugging Face configuration, and transformers is not"
+            " installed; pip install 'zerokern[models]'"
         ) from None
     try:
         config = transformers.AutoConfig.from_pretrained(str(path))
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{path} is no configuration that transformers knows: {error}") from error
+        raise ValueError(
+            f"{path} is no configuration that transformers knows: {error}"
+        ) from error
     image = hasattr(config, "image_size") and not hasattr(config, "vocab_size")
 
     def build() -> tuple[nn.Module, Loss]:
         model = _model_of(transformers, config).to(dtype)
         if image:
-            side = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
+            side = (
+                config.image_size
+                if isinstance(config.image_size, int)
+                else config.image_size[0]
+            )
             given: dict[str, Any] = {
-                "pixel_values": torch.zeros(batch, config.num_channels, side, side, dtype=dtype),
+                "pixel_values": torch.zeros(
+                    batch, config.num_channels, side, side, dtype=dtype
+                ),
                 "labels": torch.zeros(batch, dtype=torch.int64),
             }
         else:
@@ -163,18 +187,28 @@ def _of_config(path: Path, batch: int, sequence: int, dtype: torch.dtype) -> Sub
         return model, lambda model: model(**given).loss
 
     tokens = batch if image else batch * sequence
-    return Subject(title=path.name, build=build, tokens=tokens, per="samples" if image else "tokens")
+    return Subject(
+        title=path.name,
+        build=build,
+        tokens=tokens,
+        per="samples" if image else "tokens",
+    )
 
 
 def _model_of(transformers: Any, config: Any) -> nn.Module:
     for name in config.architectures or ():
         if hasattr(transformers, name):
             return getattr(transformers, name)(config)  # type: ignore[no-any-return]
-    for auto in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForImageClassification"):
+    for auto in (
+        "AutoModelForCausalLM",
+        "AutoModelForSeq2SeqLM",
+        "AutoModelForImageClassification",
+    ):
         chosen = getattr(transformers, auto)
         if type(config) in chosen._model_mapping:
             return chosen.from_config(config)  # type: ignore[no-any-return]
     raise ValueError(
-        f"a {type(config).__name__} names no architecture that has a loss; give package.module:function, which returns "
-        "the model and a function from it to the loss of a batch"
+        f"a {type(config).__name__} names no architecture that has a loss; give"
+        " package.module:function, which returns the model and a function from it to"
+        " the loss of a batch"
     )

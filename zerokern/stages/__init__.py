@@ -1,1 +1,2 @@
-"""The coordinators: when gradients are reduced and parameters gathered. No arithmetic in here."""
+"""The coordinators: when gradients are reduced and parameters gathered. No arithmetic
+in here."""

@@ -1,4 +1,5 @@
-"""Stages 1 and 2: updated parameters on their way to all ranks, and where they are waited for."""
+"""Stages 1 and 2: updated parameters on their way to all ranks, and where they are
+waited for."""
 
 from __future__ import annotations
 
@@ -15,10 +16,11 @@ from .hooks import ModuleHook
 
 
 class Arriving:
-    """Waits for the gathers of a step: at its end, or, bucket by bucket, where a parameter is first read after it.
+    """Waits for the gathers of a step: at its end, or, bucket by bucket, where a
+    parameter is first read after it.
 
-    In the second case parameters are absent meanwhile, so whoever reads one, in whatever order, has to wait for it, and
-    nobody can see a half of it.
+    In the second case parameters are absent meanwhile, so whoever reads one, in
+    whatever order, has to wait for it, and nobody can see a half of it.
     """
 
     def __init__(self, buckets: Sequence[ParameterBucket], *, in_forward: bool) -> None:
@@ -43,10 +45,15 @@ class Arriving:
                     arriving._wait(index)
 
                 self._absences[index] = Absence(parameters.params, bring)
-        self._index_of = {id(param): index for index, known in self._buckets.items() for param in known.params}
+        self._index_of = {
+            id(param): index
+            for index, known in self._buckets.items()
+            for param in known.params
+        }
 
     def __del__(self) -> None:
-        # Whoever drops the optimizer keeps the model; and transfers that nobody waits for would block the group.
+        # Whoever drops the optimizer keeps the model; and transfers that nobody waits
+        # for would block the group.
         with suppress(Exception):  # the interpreter may be on its way out
             self.wait_all()
 
@@ -73,14 +80,27 @@ class Arriving:
             self._wait(index)
 
     def hook(self, modules: Sequence[nn.Module]) -> list[ModuleHook]:
-        """Wait for all parameters of a module before its forward, too: compiled code would not notice an absent one."""
+        """Wait for all parameters of a module before its forward, too: compiled code
+        would not notice an absent one."""
         hooks = []
         for module in modules:
-            indices = sorted({self._index_of[id(p)] for p in module.parameters() if id(p) in self._index_of})
-            hooks.append(ModuleHook(module, self, Arriving._before_forward, indices).before_forward())
+            indices = sorted(
+                {
+                    self._index_of[id(p)]
+                    for p in module.parameters()
+                    if id(p) in self._index_of
+                }
+            )
+            hooks.append(
+                ModuleHook(
+                    module, self, Arriving._before_forward, indices
+                ).before_forward()
+            )
         return hooks
 
-    def _before_forward(self, indices: Sequence[int], module: nn.Module, args: object, kwargs: object) -> None:
+    def _before_forward(
+        self, indices: Sequence[int], module: nn.Module, args: object, kwargs: object
+    ) -> None:
         for index in indices:
             self._wait(index)
 

@@ -1,4 +1,5 @@
-"""The order in which an iteration comes to the units of stage 3: a hint for what to gather ahead, never a promise."""
+"""The order in which an iteration comes to the units of stage 3: a hint for what to
+gather ahead, never a promise."""
 
 from __future__ import annotations
 
@@ -33,19 +34,22 @@ class Course:
         return _following(self._last, name, len(self._now) - 1)
 
     def backward(self, name: str, *, first: bool) -> Sequence[str]:
-        """Backward comes to a unit, for the first time by this call of it. Return what follows, at most one."""
+        """Backward comes to a unit, for the first time by this call of it. Return what
+        follows, at most one."""
         order = self._last[::-1]
         position = self._back if first else max(self._back - 1, 0)
         self._back += first
         return _following(order, name, position)
 
     def backward_begins(self) -> Sequence[str]:
-        """Backward comes to the outputs of the model. Return what follows, at most one."""
+        """Backward comes to the outputs of the model. Return what follows, at most
+        one."""
         return self._last[-1:]
 
 
 def _following(order: Sequence[str], name: str, position: int) -> Sequence[str]:
-    """Return what follows a unit that is used at a position, or wherever else the last iteration has used it."""
+    """Return what follows a unit that is used at a position, or wherever else the last
+    iteration has used it."""
     if order[position : position + 1] != [name]:
         if name not in order:
             return []

@@ -1,4 +1,5 @@
-"""A reduce-scatter under way: the chunks that come in, and the sum that is formed of them when they are there."""
+"""A reduce-scatter under way: the chunks that come in, and the sum that is formed of
+them when they are there."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from ..lane import Lane
 
 
 class Exchange:
-    """Sends a bucket's chunks, receives this rank's, and reduces: on a GPU on the side, so that backward goes on."""
+    """Sends a bucket's chunks, receives this rank's, and reduces: on a GPU on the side,
+    so that backward goes on."""
 
     def __init__(self, comm: Comm, scratch: Scratch, lane: Lane, name: str) -> None:
         """Prepare.
@@ -34,11 +36,14 @@ class Exchange:
         """Start.
 
         Args:
-            local: [W * S], this rank's addends. Must not be written before `finish` returns.
+            local: [W * S], this rank's addends. Must not be written before `finish`
+                returns.
             reduce: forms the sum, given the chunks of the other ranks, [W - 1, S].
         """
         world = self.comm.world
-        self._received = self.scratch.take((world - 1, local.numel() // world), local.dtype)
+        self._received = self.scratch.take(
+            (world - 1, local.numel() // world), local.dtype
+        )
         self._work = self.comm.exchange(local, self._received, self.name)
         self._reduce = reduce
         if self.lane.runs_ahead:
@@ -47,7 +52,8 @@ class Exchange:
             self._mark = self.lane.mark()
 
     def finish(self) -> None:
-        """Have the sum when the current stream gets here, and give the chunks' memory back."""
+        """Have the sum when the current stream gets here, and give the chunks' memory
+        back."""
         assert self._received is not None
         if self._mark is None:
             self._form_sum()

@@ -1,4 +1,5 @@
-"""Hooks on a user's modules and gradients that do not keep an optimizer alive, nor follow a module into its copies."""
+"""Hooks on a user's modules and gradients that do not keep an optimizer alive, nor
+follow a module into its copies."""
 
 from __future__ import annotations
 
@@ -13,15 +14,19 @@ from ..eager import eager
 
 
 class ModuleHook:
-    """Calls `method(owner, argument, module, ...)` while the owner lives, for one module; in a copy it does nothing."""
+    """Calls `method(owner, argument, module, ...)` while the owner lives, for one
+    module; in a copy it does nothing."""
 
-    def __init__(self, module: nn.Module, owner: Any, method: Callable[..., None], argument: Any) -> None:
+    def __init__(
+        self, module: nn.Module, owner: Any, method: Callable[..., None], argument: Any
+    ) -> None:
         self._module = weakref.ref(module)
         self._owner: weakref.ref[Any] | None = weakref.ref(owner)
         self._method, self._argument = method, argument
         self._handle: RemovableHandle | None = None
 
-    # Not what it calls: torch.compile looks for a graph in every frame that is entered while it is on.
+    # Not what it calls: torch.compile looks for a graph in every frame that is entered
+    # while it is on.
     @eager
     def __call__(self, module: nn.Module, *args: Any) -> None:
         owner = self._owner() if self._owner else None
@@ -34,11 +39,14 @@ class ModuleHook:
 
     def before_forward(self) -> ModuleHook:
         """Run before the module's forward, first of all hooks."""
-        self._handle = self._alive().register_forward_pre_hook(self, prepend=True, with_kwargs=True)
+        self._handle = self._alive().register_forward_pre_hook(
+            self, prepend=True, with_kwargs=True
+        )
         return self
 
     def after_forward(self) -> ModuleHook:
-        """Run after the module's forward, also if that raised: then the output is None."""
+        """Run after the module's forward, also if that raised: then the output is
+        None."""
         self._handle = self._alive().register_forward_hook(self, always_call=True)
         return self
 
@@ -68,9 +76,12 @@ class _Nothing:
 
 
 class GradientHook:
-    """Calls `method(owner, argument, first)` for the gradients of one call's outputs; `first` for the first of them."""
+    """Calls `method(owner, argument, first)` for the gradients of one call's outputs;
+    `first` for the first of them."""
 
-    def __init__(self, owner: Any, method: Callable[[Any, str, bool], None], argument: str) -> None:
+    def __init__(
+        self, owner: Any, method: Callable[[Any, str, bool], None], argument: str
+    ) -> None:
         self._owner, self._method, self._argument = weakref.ref(owner), method, argument
         self._first = True
 
@@ -83,9 +94,12 @@ class GradientHook:
 
 
 class PassEnd:
-    """The callback of one graph task. Only the engine holds it, so it dies with a pass that an exception ended."""
+    """The callback of one graph task. Only the engine holds it, so it dies with a pass
+    that an exception ended."""
 
-    def __init__(self, owner: Any, method: Callable[[Any, int], None], task: int) -> None:
+    def __init__(
+        self, owner: Any, method: Callable[[Any, int], None], task: int
+    ) -> None:
         self._owner, self._method, self.task = weakref.ref(owner), method, task
 
     @eager

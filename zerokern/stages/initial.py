@@ -1,4 +1,5 @@
-"""Initial values: made where a model was built on the meta device, and the same on all ranks."""
+"""Initial values: made where a model was built on the meta device, and the same on all
+ranks."""
 
 from __future__ import annotations
 
@@ -13,19 +14,28 @@ from ..comm import Comm
 
 
 class Initial:
-    """Gives parameters on the meta device memory and values, some at a time, so that no rank ever holds all of them."""
+    """Gives parameters on the meta device memory and values, some at a time, so that no
+    rank ever holds all of them."""
 
-    def __init__(self, model: nn.Module, init: Callable[[nn.Module], Any] | Any | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        init: Callable[[nn.Module], Any] | Any | None,
+        device: torch.device,
+    ) -> None:
         """Look at the model.
 
         Args:
             model: whose parameters and buffers to make.
-            init: gives the parameters and buffers that a module itself owns their values; or a mapping from names to
-                tensors, or what has `get_tensor(name)` as safetensors' files do; None: `module.reset_parameters()`.
+            init: gives the parameters and buffers that a module itself owns their
+                values; or a mapping from names to tensors, or what has
+                `get_tensor(name)` as safetensors' files do; None:
+                `module.reset_parameters()`.
             device: where to make them.
 
         Raises:
-            ValueError: a module cannot initialise itself, or the mapping lacks a tensor. Nothing was made.
+            ValueError: a module cannot initialise itself, or the mapping lacks a
+                tensor. Nothing was made.
         """
         self.model, self.init, self.device = model, init, device
         self._made: set[int] = set()
@@ -41,30 +51,45 @@ class Initial:
 
     def _check_modules(self) -> None:
         for name, module in self.model.named_modules():
-            owns = next(module.parameters(recurse=False), None) is not None or _meta_buffers(module)
+            owns = next(
+                module.parameters(recurse=False), None
+            ) is not None or _meta_buffers(module)
             if owns and not hasattr(module, "reset_parameters"):
                 raise ValueError(
-                    f"module {name!r} ({type(module).__name__}) is on the meta device and has no reset_parameters(); "
-                    "pass init=, a function that gives a module's own parameters and buffers their values"
+                    f"module {name!r} ({type(module).__name__}) is on the meta device"
+                    " and has no reset_parameters(); pass init=, a function that gives"
+                    " a module's own parameters and buffers their values"
                 )
 
     def _check_names(self, source: Any) -> None:
         there = self._names = set(source.keys())
-        tied = {id(p): name for name, p in self.model.named_parameters(remove_duplicate=False) if name in there}
+        tied = {
+            id(p): name
+            for name, p in self.model.named_parameters(remove_duplicate=False)
+            if name in there
+        }
         missing = [
             name
             for name, tensor in self.model.state_dict(keep_vars=True).items()
             if name not in there and id(tensor) not in tied
         ]
         for name, module in self.model.named_modules():
-            lost = [key for key in _meta_buffers(module) if key in module._non_persistent_buffers_set]
+            lost = [
+                key
+                for key in _meta_buffers(module)
+                if key in module._non_persistent_buffers_set
+            ]
             if lost:
                 raise ValueError(
-                    f"buffer {name}.{lost[0]} is not persistent, so no checkpoint has it, and is on the meta device: "
-                    "make that module on the device, or pass a function as init="
+                    f"buffer {name}.{lost[0]} is not persistent, so no checkpoint has"
+                    " it, and is on the meta device: make that module on the device,"
+                    " or pass a function as init="
                 )
         if missing:
-            raise ValueError(f"init has no tensor {missing[0]!r}, which the model needs ({len(missing)} are missing)")
+            raise ValueError(
+                f"init has no tensor {missing[0]!r}, which the model needs"
+                f" ({len(missing)} are missing)"
+            )
 
     @torch.no_grad()
     def make(self, params: Sequence[nn.Parameter]) -> None:
@@ -78,9 +103,12 @@ class Initial:
             memory = torch.empty_like(param, device=self.device)
             swap_tensors(param, nn.Parameter(memory, requires_grad=param.requires_grad))
             self._made.add(id(param))
-        # Children first, as libraries do it: a container may change what its children have made.
+        # Children first, as libraries do it: a container may change what its children
+        # have made.
         for name, module in _children_first(self.model):
-            if name not in self._visited and all(id(p) in self._made or not p.is_meta for p in module.parameters()):
+            if name not in self._visited and all(
+                id(p) in self._made or not p.is_meta for p in module.parameters()
+            ):
                 self._visited.add(name)
                 self._initialise(name, module)
 
@@ -105,14 +133,25 @@ class Initial:
         source: Any = self.init
         if name not in self._names:  # tied: under another name
             named = self.model.named_parameters(remove_duplicate=False)
-            name = next(other for other, param in named if param is like and other in self._names)
-        value: Tensor = source.get_tensor(name) if hasattr(source, "get_tensor") else source[name]
+            name = next(
+                other
+                for other, param in named
+                if param is like and other in self._names
+            )
+        value: Tensor = (
+            source.get_tensor(name) if hasattr(source, "get_tensor") else source[name]
+        )
         if value.shape != like.shape:
-            raise ValueError(f"init has {name!r} of shape {tuple(value.shape)}; the model needs {tuple(like.shape)}")
+            raise ValueError(
+                f"init has {name!r} of shape {tuple(value.shape)}; the model needs"
+                f" {tuple(like.shape)}"
+            )
         return value
 
 
-def _children_first(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _children_first(
+    module: nn.Module, name: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
     for key, child in module.named_children():
         yield from _children_first(child, f"{name}.{key}" if name else key)
     yield name, module
@@ -123,11 +162,16 @@ def _owns_buffers(module: nn.Module) -> bool:
 
 
 def _meta_buffers(module: nn.Module) -> dict[str, Tensor]:
-    return {key: buffer for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
+    return {
+        key: buffer
+        for key, buffer in module.named_buffers(recurse=False)
+        if buffer.is_meta
+    }
 
 
 def make_equal(members: Mapping[str, Sequence[nn.Parameter]], comm: Comm) -> None:
-    """Give every rank the initial values of rank 0, as DDP does; what is equal already is not sent.
+    """Give every rank the initial values of rank 0, as DDP does; what is equal already
+    is not sent.
 
     Args:
         members: parameters by bucket, under a name for the log.
@@ -141,11 +185,14 @@ def make_equal(members: Mapping[str, Sequence[nn.Parameter]], comm: Comm) -> Non
         if comm.pretends:
             return
         for rank, theirs in enumerate(gathered):
-            if not torch.equal(theirs, gathered[0]) and torch.equal(theirs.sort().values, gathered[0].sort().values):
+            if not torch.equal(theirs, gathered[0]) and torch.equal(
+                theirs.sort().values, gathered[0].sort().values
+            ):
                 index = int((theirs != gathered[0]).nonzero()[0])
                 raise ValueError(
-                    f"Rank {rank} has the parameters of rank 0 in another order, from parameter {index} of the layout "
-                    "on: pass them in one order on all ranks, not from a set"
+                    f"Rank {rank} has the parameters of rank 0 in another order, from"
+                    f" parameter {index} of the layout on: pass them in one order on"
+                    " all ranks, not from a set"
                 )
         starts = [0]
         for chosen in members.values():
@@ -160,7 +207,12 @@ def make_equal(members: Mapping[str, Sequence[nn.Parameter]], comm: Comm) -> Non
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return an int64 sum of a tensor's bytes as words: equal tensors have equal sums."""
+    """Return an int64 sum of a tensor's bytes as words: equal tensors have equal
+    sums."""
     flat = tensor.detach().contiguous().view(-1)
-    words = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    words = flat.view(
+        {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
+            tensor.element_size()
+        ]
+    )
     return words.sum(dtype=torch.int64)

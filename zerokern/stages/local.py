@@ -1,4 +1,5 @@
-"""This rank's own gradients of one bucket, in one flat tensor, before they are reduced."""
+"""This rank's own gradients of one bucket, in one flat tensor, before they are
+reduced."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ class LocalGradients:
     """Storage, and what of it holds a gradient."""
 
     def __init__(
-        self, parameters: ParameterBucket, scratch: Scratch, names: Sequence[str], wire: torch.dtype, *, resident: bool
+        self,
+        parameters: ParameterBucket,
+        scratch: Scratch,
+        names: Sequence[str],
+        wire: torch.dtype,
+        *,
+        resident: bool,
     ) -> None:
         """Set up storage.
 
@@ -27,13 +34,20 @@ class LocalGradients:
             wire: its dtype.
             resident: it lives forever.
         """
-        self.parameters, self.bucket, self.params = parameters, parameters.bucket, parameters.params
+        self.parameters, self.bucket, self.params = (
+            parameters,
+            parameters.bucket,
+            parameters.params,
+        )
         self.scratch, self.wire, self.resident = scratch, wire, resident
-        self.pack_at_once = scratch.device.type == "cuda"  # one launch for the whole bucket
+        # One launch for the whole bucket.
+        self.pack_at_once = scratch.device.type == "cuda"
         self.local: Tensor | None = None
         self.views: list[Tensor] = []
         if resident:
-            self._open(torch.zeros(self.bucket.numel, dtype=wire, device=scratch.device))
+            self._open(
+                torch.zeros(self.bucket.numel, dtype=wire, device=scratch.device)
+            )
         self.traces = Traces(self.params, names)
         self.filled = [False] * len(self.params)
         """Slots of `local` that hold a gradient."""
@@ -42,20 +56,33 @@ class LocalGradients:
     def pack(self) -> None:
         """Copy gradients that wait into the bucket."""
         if self._waiting:
-            ops.pack_([self.views[index] for index in self._waiting], list(self._waiting.values()))
+            ops.pack_(
+                [self.views[index] for index in self._waiting],
+                list(self._waiting.values()),
+            )
             self._waiting.clear()
             self.traces.forget_all_writes()
 
     def is_wanted(self, index: int) -> bool:
         """Return whether p.grad is as we left it."""
         grad = self.params[index].grad
-        return grad is not None and self._is_ours(index, grad) and self.traces.is_untouched(index)
+        return (
+            grad is not None
+            and self._is_ours(index, grad)
+            and self.traces.is_untouched(index)
+        )
 
     def _is_ours(self, index: int, grad: Tensor) -> bool:
-        return self.traces.is_placeholder(index) or (bool(self.views) and grad is self.views[index])
+        return self.traces.is_placeholder(index) or (
+            bool(self.views) and grad is self.views[index]
+        )
 
     def _ensure_local(self) -> Tensor:
-        return self._open(self.scratch.take(self.bucket.numel, self.wire)) if self.local is None else self.local
+        return (
+            self._open(self.scratch.take(self.bucket.numel, self.wire))
+            if self.local is None
+            else self.local
+        )
 
     def _open(self, local: Tensor) -> Tensor:
         self.local = local

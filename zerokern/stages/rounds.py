@@ -1,7 +1,8 @@
 """When gradients are reduced: hooks, backward passes, rounds.
 
-A round launches every bucket once, in the same order on every rank, whatever arrived where: a gradient that did not
-come is zeros. A bucket is launched early when it is complete and its predecessors are under way; the rest at the end.
+A round launches every bucket once, in the same order on every rank, whatever arrived
+where: a gradient that did not come is zeros. A bucket is launched early when it is
+complete and its predecessors are under way; the rest at the end.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ class Rounds:
     """Feeds gradients from autograd into buckets, and launches these."""
 
     def __init__(
-        self, buckets: Sequence[GradientBucket], names: Sequence[str], *, overlap: bool, once_per_step: bool
+        self,
+        buckets: Sequence[GradientBucket],
+        names: Sequence[str],
+        *,
+        overlap: bool,
+        once_per_step: bool,
     ) -> None:
         """Register hooks on every parameter.
 
@@ -35,8 +41,9 @@ class Rounds:
             buckets: in launch order.
             names: of the parameters, by index in the layout.
             overlap: launch buckets during backward.
-            once_per_step: stage 1: reduce in the last backward of a step only, which is foreseen to be the same one
-                as in the step before, and the first one in the first step.
+            once_per_step: stage 1: reduce in the last backward of a step only, which is
+                foreseen to be the same one as in the step before, and the first one in
+                the first step.
         """
         self.buckets = list(buckets)
         self.names = names
@@ -44,13 +51,19 @@ class Rounds:
         self.once_per_step = once_per_step
         self.synchronise = True
         """False within no_sync."""
-        self.alone = bool(buckets) and buckets[0].comm.world == 1 and not buckets[0].passing
-        self.ready: Callable[[GradientBucket], bool] = lambda bucket: bucket.tally.complete()
-        """Whether a bucket may be launched. In stage 3, where gathers go between, all ranks must agree on it."""
+        self.alone = (
+            bool(buckets) and buckets[0].comm.world == 1 and not buckets[0].passing
+        )
+        self.ready: Callable[[GradientBucket], bool] = lambda bucket: (
+            bucket.tally.complete()
+        )
+        """Whether a bucket may be launched. In stage 3, where gathers go between, all
+        ranks must agree on it."""
         self.on_bucket_done: Callable[[GradientBucket], None] = lambda bucket: None
         """Called in backward when a bucket's gradients have all arrived."""
         self.on_reduced: Callable[[GradientBucket], None] = lambda bucket: None
-        """Called when a bucket was reduced for the last time before its update, in launch order."""
+        """Called when a bucket was reduced for the last time before its update, in
+        launch order."""
         self.on_backward_end: Callable[[], None] = lambda: None
         self.backwards = 0
         """Backward passes outside no_sync since the last step."""
@@ -58,15 +71,17 @@ class Rounds:
         self.rounds = 0
         """Rounds since the last step."""
         self._learned = False
-        """A backward has ended, so it is known how many gradients each parameter brings; until then no reduction can
-        be told to be the last one."""
+        """A backward has ended, so it is known how many gradients each parameter
+        brings; until then no reduction can be told to be the last one."""
         self._next = 0
         self._travelling: deque[GradientBucket] = deque()
         self._passes: list[weakref.ref[PassEnd]] = []
-        """Backward passes under way, outermost first: reentrant checkpoints nest them."""
+        """Backward passes under way, outermost first: reentrant checkpoints nest
+        them."""
         self._handles: list[RemovableHandle] = []
         self._accumulates: bool | None = None
-        """What was reduced last is to be added to; known when the first bucket is opened again."""
+        """What was reduced last is to be added to; known when the first bucket is
+        opened again."""
         self._zeroed = True
         """zero_grad was called since the last round."""
         for bucket in self.buckets:
@@ -94,20 +109,26 @@ class Rounds:
                 gradients.take(index)
                 rounds._arrived(gradients)
 
-        self._handles += [param.register_hook(before), param.register_post_accumulate_grad_hook(after)]
+        self._handles += [
+            param.register_hook(before),
+            param.register_post_accumulate_grad_hook(after),
+        ]
 
-    def _refuse_sparse(self, bucket: GradientBucket, index: int, grad: Tensor | None) -> None:
+    def _refuse_sparse(
+        self, bucket: GradientBucket, index: int, grad: Tensor | None
+    ) -> None:
         if grad is not None and grad.layout != torch.strided:
             name = self.names[bucket.bucket.slots[index].param]
             raise TypeError(
-                f"the gradient of {name!r} is sparse; zerokern reduces dense gradients only: "
-                "build the embedding with sparse=False"
+                f"the gradient of {name!r} is sparse; zerokern reduces dense gradients"
+                " only: build the embedding with sparse=False"
             )
 
     # ------------------------------------------------------------------ during backward
 
     def enter_pass(self) -> None:
-        """Notice, from inside of a hook, which backward pass is under way, to be told of its end."""
+        """Notice, from inside of a hook, which backward pass is under way, to be told
+        of its end."""
         passes = [alive() for alive in self._passes]
         if None in passes:
             self.abort()
@@ -117,7 +138,9 @@ class Rounds:
 
             def died(reference: weakref.ref[PassEnd]) -> None:
                 rounds = this()
-                if rounds is not None and any(reference is known for known in rounds._passes):
+                if rounds is not None and any(
+                    reference is known for known in rounds._passes
+                ):
                     rounds._abort_quietly()
 
             self._passes.append(weakref.ref(new, died))
@@ -133,7 +156,9 @@ class Rounds:
     def launch_ready(self) -> None:
         """Launch the buckets that are ready, as far as their order allows."""
         if self.overlap and self._reducing():
-            while self._next < len(self.buckets) and self.ready(self.buckets[self._next]):
+            while self._next < len(self.buckets) and self.ready(
+                self.buckets[self._next]
+            ):
                 self._launch_next()
 
     def _reducing(self) -> bool:
@@ -143,7 +168,8 @@ class Rounds:
         return not self.once_per_step or self.backwards + 1 == self.foreseen
 
     def abort(self) -> None:
-        """Forget a pass that ended in an exception: its gradients stay as far as they came, as in torch."""
+        """Forget a pass that ended in an exception: its gradients stay as far as they
+        came, as in torch."""
         self._passes.clear()
         while self._travelling:
             self._travelling.popleft().finish()
@@ -157,16 +183,22 @@ class Rounds:
         self.on_backward_end()
 
     def _abort_quietly(self) -> None:
-        """Abort as soon as the engine has dropped a pass, while the user's exception is on its way.
+        """Abort as soon as the engine has dropped a pass, while the user's exception is
+        on its way.
 
-        A rank that never took part fails the next use of what it left behind, too, and is reported there.
+        A rank that never took part fails the next use of what it left behind, too, and
+        is reported there.
         """
         with suppress(RuntimeError):
             self.abort()
 
     def pass_ended(self, task: int) -> None:
         """Called by the engine at the end of a graph task."""
-        self._passes = [alive for alive in self._passes if (known := alive()) is not None and known.task != task]
+        self._passes = [
+            alive
+            for alive in self._passes
+            if (known := alive()) is not None and known.task != task
+        ]
         if not self._passes:
             self._end_backward()
 
@@ -181,21 +213,32 @@ class Rounds:
         self.on_backward_end()
 
     def _accumulating(self) -> bool:
-        """Return whether a bucket of which this rank has used nothing goes on from what other ranks have contributed.
+        """Return whether a bucket of which this rank has used nothing goes on from what
+        other ranks have contributed.
 
-        It has no p.grad that could tell. If another bucket's gradients were kept, so are these.
+        It has no p.grad that could tell. If another bucket's gradients were kept, so
+        are these.
         """
         if self._accumulates is None:
-            used = [(b, i) for b in self.buckets for i, is_used in enumerate(b.used) if is_used]
-            self._accumulates = any(b.traces.is_kept(i) for b, i in used) if used else not self._zeroed
+            used = [
+                (b, i)
+                for b in self.buckets
+                for i, is_used in enumerate(b.used)
+                if is_used
+            ]
+            self._accumulates = (
+                any(b.traces.is_kept(i) for b, i in used) if used else not self._zeroed
+            )
         return self._accumulates
 
     # ------------------------------------------------------------------ launching
 
     def launch_next(self) -> None:
-        """Launch the next bucket in order, with zeros for what is not there; the last one ends the round.
+        """Launch the next bucket in order, with zeros for what is not there; the last
+        one ends the round.
 
-        Ranks without batches, in `join`, call it when the others do; nobody else outside of here.
+        Ranks without batches, in `join`, call it when the others do; nobody else
+        outside of here.
         """
         self._launch_next()
         if self._next == len(self.buckets):
@@ -229,10 +272,12 @@ class Rounds:
     # ------------------------------------------------------------------ at the step
 
     def settle(self) -> None:
-        """Leave every gradient reduced: of passes under no_sync, assigned by hand, late, or of no pass at all.
+        """Leave every gradient reduced: of passes under no_sync, assigned by hand,
+        late, or of no pass at all.
 
-        Every rank runs at least one round per step, so a rank whose loss touched no parameter does not leave the others
-        waiting. In a world of one nothing travels, and p.grad stays as it is.
+        Every rank runs at least one round per step, so a rank whose loss touched no
+        parameter does not leave the others waiting. In a world of one nothing travels,
+        and p.grad stays as it is.
         """
         if self._passes:
             self.abort()
@@ -247,7 +292,11 @@ class Rounds:
                 bucket.reduce_alone()
             return
         self._notice_zeroing()
-        if self.rounds == 0 or self._next or any(b.state is State.LOCAL and not b.sealed for b in self.buckets):
+        if (
+            self.rounds == 0
+            or self._next
+            or any(b.state is State.LOCAL and not b.sealed for b in self.buckets)
+        ):
             self._finish_round()
         for bucket in self.buckets:
             if not bucket.sealed:
@@ -260,24 +309,32 @@ class Rounds:
         self._zeroed |= not any(any(bucket.used) for bucket in self.buckets)
         self.backwards = self.rounds = 0
         for bucket in self.buckets:
-            bucket.tally.end_backward()  # gradients set by hand came outside of any pass
+            bucket.tally.end_backward()  # gradients set by hand are of no pass
             bucket.sealed = False
 
     def drop_zeroed(self) -> None:
-        """After zero_grad: forget what was reduced, and give the memory of local gradients back, in stages 2 and 3."""
+        """After zero_grad: forget what was reduced, and give the memory of local
+        gradients back, in stages 2 and 3."""
         self._zeroed, self._accumulates = True, None
         for bucket in self.buckets:
             bucket.drop_zeroed()
 
     def _notice_zeroing(self) -> None:
-        """Treat gradients that were all zeroed by somebody else, such as model.zero_grad, as zero_grad does."""
-        used = [(bucket, i) for bucket in self.buckets for i, is_used in enumerate(bucket.used) if is_used]
+        """Treat gradients that were all zeroed by somebody else, such as
+        model.zero_grad, as zero_grad does."""
+        used = [
+            (bucket, i)
+            for bucket in self.buckets
+            for i, is_used in enumerate(bucket.used)
+            if is_used
+        ]
         if used and not any(bucket.is_wanted(i) for bucket, i in used):
             self.drop_zeroed()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally, at their full size, until a backward outside of it or the step."""
+        """Accumulate gradients locally, at their full size, until a backward outside of
+        it or the step."""
         before, self.synchronise = self.synchronise, False
         try:
             yield

@@ -1,4 +1,5 @@
-"""Stage 3: all parameters whole for the body of a `with`, whose edits are kept if it succeeds everywhere."""
+"""Stage 3: all parameters whole for the body of a `with`, whose edits are kept if it
+succeeds everywhere."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from .units import Unit
 
 
 @contextmanager
-def showing(units: Sequence[Unit], comm: Comm, device: torch.device, name_of: Sequence[str]) -> Iterator[None]:
+def showing(
+    units: Sequence[Unit], comm: Comm, device: torch.device, name_of: Sequence[str]
+) -> Iterator[None]:
     """Show every unit; afterwards keep the edits, unless the body raised on any rank.
 
     Args:
@@ -32,8 +35,11 @@ def showing(units: Sequence[Unit], comm: Comm, device: torch.device, name_of: Se
             yield
         except Exception as raised:
             error = raised
-        words = comm.all_gather_words(torch.tensor([error is not None], dtype=torch.int64, device=device))
-        # any() first: a rehearsal answers it, and cannot know how much nonzero() would return.
+        words = comm.all_gather_words(
+            torch.tensor([error is not None], dtype=torch.int64, device=device)
+        )
+        # any() first: a rehearsal answers it, and cannot know how much nonzero() would
+        # return.
         raised_on = words.flatten().nonzero().flatten().tolist() if words.any() else []
         if not raised_on:
             for unit in units:
@@ -45,5 +51,6 @@ def showing(units: Sequence[Unit], comm: Comm, device: torch.device, name_of: Se
         raise error
     if raised_on:
         raise RuntimeError(
-            f"the body of full_params raised on rank {raised_on[0]}, so edits were dropped on every rank"
+            f"the body of full_params raised on rank {raised_on[0]}, so edits were"
+            " dropped on every rank"
         )

@@ -1,4 +1,5 @@
-"""Per parameter of a bucket: how many gradients came in a backward pass, and what was left in p.grad."""
+"""Per parameter of a bucket: how many gradients came in a backward pass, and what was
+left in p.grad."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ class Tally:
     def __init__(self, slots: int) -> None:
         self._fired = [0] * slots
         self._expected = [1] * slots
-        """Most gradients that any backward pass has brought: a parameter in two reentrant checkpoints has two."""
+        """Most gradients that any backward pass has brought: a parameter in two
+        reentrant checkpoints has two."""
         self._missing = slots
 
     def count(self, index: int) -> None:
@@ -25,12 +27,15 @@ class Tally:
         self._missing -= self._fired[index] == self._expected[index]
 
     def complete(self) -> bool:
-        """Return whether every parameter has brought as many gradients as it ever has."""
+        """Return whether every parameter has brought as many gradients as it ever
+        has."""
         return self._missing == 0
 
     def end_backward(self) -> None:
         """Remember how many gradients a pass brings, and start counting anew."""
-        self._expected = [max(pair) for pair in zip(self._fired, self._expected, strict=True)]
+        self._expected = [
+            max(pair) for pair in zip(self._fired, self._expected, strict=True)
+        ]
         self._fired = [0] * len(self._fired)
         self._missing = len(self._fired)
 
@@ -40,7 +45,9 @@ class Traces:
 
     def __init__(self, params: Sequence[nn.Parameter], names: Sequence[str]) -> None:
         self.params = params
-        self.placeholders = [ReducedGradient.of(p, name) for p, name in zip(params, names, strict=True)]
+        self.placeholders = [
+            ReducedGradient.of(p, name) for p, name in zip(params, names, strict=True)
+        ]
         """What p.grad becomes when its gradient has left."""
         self._versions = [0] * len(params)
 
@@ -64,7 +71,8 @@ class Traces:
             self.forget_writes(index)
 
     def is_untouched(self, index: int) -> bool:
-        """Return whether nobody has written to what is in p.grad since it was left there."""
+        """Return whether nobody has written to what is in p.grad since it was left
+        there."""
         grad = self.params[index].grad
         return grad is not None and _version(grad) == self._versions[index]
 
@@ -73,7 +81,8 @@ class Traces:
         return self.params[index].grad is self.placeholders[index]
 
     def is_kept(self, index: int) -> bool:
-        """Return whether a gradient that has left is still wanted: nobody has zeroed it."""
+        """Return whether a gradient that has left is still wanted: nobody has zeroed
+        it."""
         return self.is_placeholder(index) and self.is_untouched(index)
 
     def signature(self) -> list[object]:

@@ -1,4 +1,5 @@
-"""ZeRO-1: every rank holds all parameters and gradients, and the optimizer state of its shards only."""
+"""ZeRO-1: every rank holds all parameters and gradients, and the optimizer state of its
+shards only."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Place(NamedTuple):
 class Zero1:
     """The coordinator: gradients in, one update per bucket, parameters out.
 
-    Stages 2 and 3 are this with less kept: each overrides what it keeps, and nothing else.
+    Stages 2 and 3 are this with less kept: each overrides what it keeps, and nothing
+    else.
     """
 
     gradients_resident = True
@@ -69,12 +71,19 @@ class Zero1:
         self.layout, self.params, self.comm = layout, list(params), comm
         self.names = [spec.name for spec in layout.params]
         self.scratch = Scratch(device)
-        members = [[self.params[slot.param] for slot in bucket.slots] for bucket in layout.buckets]
+        members = [
+            [self.params[slot.param] for slot in bucket.slots]
+            for bucket in layout.buckets
+        ]
         self.initial = initial
         present = [i for i, chosen in enumerate(members) if not chosen[0].is_meta]
-        make_equal({self.names[layout.buckets[i].slots[0].param]: members[i] for i in present}, comm)
+        make_equal(
+            {self.names[layout.buckets[i].slots[0].param]: members[i] for i in present},
+            comm,
+        )
         self.parameters = [
-            self.place(bucket, chosen, precision, rule) for bucket, chosen in zip(layout.buckets, members, strict=True)
+            self.place(bucket, chosen, precision, rule)
+            for bucket, chosen in zip(layout.buckets, members, strict=True)
         ]
         self.trainable = [p for p in self.parameters if p.bucket.trainable]
         order = [slot.param for p in self.trainable for slot in p.bucket.slots]
@@ -86,23 +95,17 @@ class Zero1:
         seeds = [ops.seed_of(precision.seed, places[i].position) for i in order]
         self.scalars = StepScalars(rule, groups, seeds, partials, comm)
         self.update_in_backward = buckets.update_in_backward
-        lane = Lane(device)
-        self.gradients = [
-            GradientBucket(
-                p, comm, self.scratch, lane, part, [self.names[slot.param] for slot in p.bucket.slots],
-                wire=precision.wire or p.full.dtype, reduced=precision.gradients,
-                resident=(self.gradients_resident or comm.world == 1) and not self.update_in_backward,
-                passing=self.update_in_backward,
-            )
-            for p, part in zip(self.trainable, partials.split(counts), strict=True)
-        ]  # fmt: skip
+        self.gradients = self._gradient_buckets(partials.split(counts), precision)
         self.rounds = Rounds(
-            self.gradients, self.names,
-            overlap=buckets.overlap, once_per_step=self.gradients_resident and not self.update_in_backward,
-        )  # fmt: skip
+            self.gradients,
+            self.names,
+            overlap=buckets.overlap,
+            once_per_step=self.gradients_resident and not self.update_in_backward,
+        )
         if self.update_in_backward:
             self.rounds.on_reduced = self._update_one
-            self.rounds.on_backward_end = self._end_arriving  # whoever reads parameters next, step() or another
+            # Whoever reads parameters next, step() or another.
+            self.rounds.on_backward_end = self._end_arriving
         self.joined: Join | None = None
         """Inside of `join`."""
         self.groups: Sequence[MutableMapping[str, Any]] = ()
@@ -111,32 +114,73 @@ class Zero1:
         self._settled: list[tuple[object, ...]] = []
         """Signatures of the gradients whose norm was gathered."""
 
+    def _gradient_buckets(
+        self, partials: Sequence[Tensor], precision: config.Precision
+    ) -> list[GradientBucket]:
+        """Return the gradients of each trainable bucket, given where its sums of
+        squares are to go."""
+        lane = Lane(self.scratch.device)
+        return [
+            GradientBucket(
+                p,
+                self.comm,
+                self.scratch,
+                lane,
+                part,
+                [self.names[slot.param] for slot in p.bucket.slots],
+                wire=precision.wire or p.full.dtype,
+                reduced=precision.gradients,
+                resident=(self.gradients_resident or self.comm.world == 1)
+                and not self.update_in_backward,
+                passing=self.update_in_backward,
+            )
+            for p, part in zip(self.trainable, partials, strict=True)
+        ]
+
     def place(
-        self, bucket: Bucket, params: Sequence[nn.Parameter], precision: config.Precision, rule: UpdateRule
+        self,
+        bucket: Bucket,
+        params: Sequence[nn.Parameter],
+        precision: config.Precision,
+        rule: UpdateRule,
     ) -> ParameterBucket:
         """Move parameters into a bucket and create their optimizer state."""
         sharded = self.parameters_sharded
         return ParameterBucket(
-            bucket, params, self.comm.rank, sharded=sharded, precision=precision, moments=rule.moments
+            bucket,
+            params,
+            self.comm.rank,
+            sharded=sharded,
+            precision=precision,
+            moments=rule.moments,
         )
 
-    def _row_maps(self, rows: int, device: torch.device) -> list[ops.RowMap]:
-        """Return each bucket's map. A parameter has at most one piece on a rank, so all share one `origin`."""
+    def _row_maps(self, rows: int, device: torch.device) -> list[ops.ColumnMap]:
+        """Return each bucket's map. A parameter has at most one piece on a rank, so all
+        share one `origin`."""
         runs = [p.runs(self.row_of) for p in self.trainable]
         origin = torch.zeros(rows, dtype=torch.int64)
         for _, _, row, first in (run for bucket in runs for run in bucket):
             origin[row] = first
         origin = origin.to(device)
-        blocks = [[row for first, end, row, _ in bucket for _ in range(end - first)] for bucket in runs]
+        blocks = [
+            [row for first, end, row, _ in bucket for _ in range(end - first)]
+            for bucket in runs
+        ]
         return [
-            ops.RowMap(torch.tensor(rows_of_blocks, dtype=torch.int32, device=device), origin, bucket)
+            ops.ColumnMap(
+                torch.tensor(rows_of_blocks, dtype=torch.int32, device=device),
+                origin,
+                bucket,
+            )
             for rows_of_blocks, bucket in zip(blocks, runs, strict=True)
         ]
 
     # ------------------------------------------------------------------ the step
 
     def settle_gradients(self) -> bool:
-        """Have all gradients reduced and the small vector exchanged. Return False if that was so already."""
+        """Have all gradients reduced and the small vector exchanged. Return False if
+        that was so already."""
         self.comm.phase = "step"
         self.arriving.wait_all()
         self._notice_writes()
@@ -175,7 +219,8 @@ class Zero1:
         max_norm: float | Tensor | None,
         loss_scale: Tensor | None = None,
     ) -> None:
-        """Update every bucket in one launch each, and send the result on its way. The gradients are settled.
+        """Update every bucket in one launch each, and send the result on its way. The
+        gradients are settled.
 
         Args:
             groups: torch's param groups.
@@ -199,21 +244,31 @@ class Zero1:
 
     def _update(self, index: int, *, l2: bool) -> None:
         parameters, scalars = self.trainable[index], self.scalars
-        with torch.autograd.profiler.record_function(f"zerokern::update {parameters.name}"):
+        with torch.autograd.profiler.record_function(
+            f"zerokern::update {parameters.name}"
+        ):
             ops.update_(
-                parameters.shard, self.gradients[index].shard, rule=scalars.rule.kernel,
-                table=scalars.table, keys=scalars.keys, rows=self.row_maps[index], l2=l2,
-            )  # fmt: skip
+                parameters.shard,
+                self.gradients[index].shard,
+                rule=scalars.rule.kernel,
+                table=scalars.table,
+                keys=scalars.keys,
+                columns=self.row_maps[index],
+                l2=l2,
+            )
         self.arriving.start(parameters, self.publish(parameters))
 
     @torch.no_grad()
     def _update_one(self, gradients: GradientBucket) -> None:
-        """In backward: update a bucket that has just been reduced, and let its gradients go.
+        """In backward: update a bucket that has just been reduced, and let its
+        gradients go.
 
-        Only its parameters count as used here, so that the scalar table leaves all others as they are.
+        Only its parameters count as used here, so that the scalar table leaves all
+        others as they are.
         """
         index = next(i for i, known in enumerate(self.gradients) if known is gradients)
-        self.arriving.wait(self.trainable[index])  # if nobody has read it since its last update
+        # If nobody has read it since its last update.
+        self.arriving.wait(self.trainable[index])
         self.trainable[index].follow_writes()
         self.scalars.gather(self._used([gradients]), guarded=False)
         l2 = self.scalars.form(self.groups, None, None)
@@ -225,7 +280,8 @@ class Zero1:
         self.arriving.end_step()
 
     def _tell_autograd(self, parameters: ParameterBucket) -> None:
-        """Let a backward that still needs the old values fail, as torch lets it after any write."""
+        """Let a backward that still needs the old values fail, as torch lets it after
+        any write."""
         torch.autograd.graph.increment_version(parameters.params)
         parameters.note_versions()
 
@@ -234,17 +290,19 @@ class Zero1:
         return self.comm.all_gather(parameters.full, parameters.name)
 
     def _notice_writes(self) -> None:
-        """Let master weights follow parameters that were loaded or edited since the last step."""
+        """Let master weights follow parameters that were loaded or edited since the
+        last step."""
         for parameters in self.parameters:
             parameters.check_views(self.names)
         for parameters in self.trainable:
             parameters.follow_writes()
 
-    # ------------------------------------------------------------------ what users ask for
+    # --------------------------------------------------------------- what users ask for
 
     @contextmanager
     def full_params(self) -> Iterator[None]:
-        """Make every parameter whole. Edits made inside, the same on all ranks, are kept."""
+        """Make every parameter whole. Edits made inside, the same on all ranks, are
+        kept."""
         self.arriving.wait_all()
         try:
             yield
@@ -260,8 +318,9 @@ class Zero1:
         """
         if self.update_in_backward:
             raise ValueError(
-                f"{what} needs all gradients before the first update, and Buckets(update_in_backward=True) makes "
-                "updates during backward; leave one of them out"
+                f"{what} needs all gradients before the first update, and"
+                " Buckets(update_in_backward=True) makes updates during backward;"
+                " leave one of them out"
             )
 
     @contextmanager
@@ -278,7 +337,9 @@ class Zero1:
         finally:
             self.joined = None
 
-    def register_forward_method(self, module: nn.Module, name: str) -> Callable[..., Any]:
+    def register_forward_method(
+        self, module: nn.Module, name: str
+    ) -> Callable[..., Any]:
         """Stage 3: gather around a method as around a forward. Return the method.
 
         Raises:
@@ -287,7 +348,8 @@ class Zero1:
         method = getattr(module, name, None)
         if not callable(method):
             raise ValueError(
-                f"register_forward_method: {type(module).__name__} has no method {name!r}; pass the module that has it"
+                f"register_forward_method: {type(module).__name__} has no method"
+                f" {name!r}; pass the module that has it"
             )
         return method  # type: ignore[no-any-return]
 
