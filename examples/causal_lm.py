@@ -1,7 +1,7 @@
 """Train a causal language model of transformers (Llama) on counting sequences, its
 parameters sharded.
 
-torchrun --nproc-per-node 2 examples/causal_lm.py --stage 3 --checkpoint
+    torchrun --nproc-per-node 2 examples/causal_lm.py --stage 3 --checkpoint
 """
 
 from __future__ import annotations
@@ -39,11 +39,7 @@ def main() -> None:
     args = parser.parse_args()
 
     gpu = torch.cuda.is_available()
-    device = (
-        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        if gpu
-        else torch.device("cpu")
-    )
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else "cpu"
     if gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if gpu else "gloo")

@@ -21,16 +21,14 @@ class Block(nn.Module):
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.conv1, self.conv2 = (
-            nn.Conv2d(inputs, outputs, 3, padding=1),
-            nn.Conv2d(outputs, outputs, 3, padding=1),
-        )
-        self.norm, self.time = nn.GroupNorm(4, outputs), nn.Linear(1, outputs)
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, padding=1)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1)
+        self.norm = nn.GroupNorm(4, outputs)
+        self.time = nn.Linear(1, outputs)
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        return self.conv2(
-            F.silu(self.norm(self.conv1(x) + self.time(time)[:, :, None, None]))
-        )
+        x = self.conv1(x) + self.time(time)[:, :, None, None]
+        return self.conv2(F.silu(self.norm(x)))
 
 
 class UNet(nn.Module):
@@ -38,16 +36,12 @@ class UNet(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.down1, self.down2, self.middle = (
-            Block(3, width),
-            Block(width, 2 * width),
-            Block(2 * width, 2 * width),
-        )
-        self.up2, self.up1, self.out = (
-            Block(4 * width, width),
-            Block(2 * width, width),
-            nn.Conv2d(width, 3, 1),
-        )
+        self.down1 = Block(3, width)
+        self.down2 = Block(width, 2 * width)
+        self.middle = Block(2 * width, 2 * width)
+        self.up2 = Block(4 * width, width)
+        self.up1 = Block(2 * width, width)
+        self.out = nn.Conv2d(width, 3, 1)
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
         a = self.down1(x, time)
@@ -72,11 +66,7 @@ def main() -> None:
     args = parser.parse_args()
 
     gpu = torch.cuda.is_available()
-    device = (
-        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        if gpu
-        else torch.device("cpu")
-    )
+    device = f"cuda:{os.environ['LOCAL_RANK']}" if gpu else "cpu"
     if gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if gpu else "gloo")
@@ -85,21 +75,18 @@ def main() -> None:
     torch.manual_seed(0)
     model = UNet(16).to(device)
     buckets = Buckets(units=lambda module: isinstance(module, Block))
-    optimizer = AdamW(
-        model.parameters(), lr=args.lr, stage=args.stage, model=model, buckets=buckets
-    )
+    sharding = {"stage": args.stage, "model": model, "buckets": buckets}
+    optimizer = AdamW(model.parameters(), lr=args.lr, **sharding)
 
     generator = torch.Generator().manual_seed(rank)
     for step in range(args.steps):
-        clean, time = (
-            images(generator, args.batch),
-            torch.rand(args.batch, 1, generator=generator),
-        )
+        clean = images(generator, args.batch)
+        time = torch.rand(args.batch, 1, generator=generator)
         noise = torch.randn(clean.shape, generator=generator)
-        clean, time, noise = clean.to(device), time.to(device), noise.to(device)
-        mixed = clean + (noise - clean) * time[:, :, None, None]
-        # The velocity of a straight path.
-        loss = F.mse_loss(model(mixed, time), noise - clean)
+        clean, time, noise = (x.to(device) for x in (clean, time, noise))
+        velocity = noise - clean
+        mixed = clean + velocity * time[:, :, None, None]
+        loss = F.mse_loss(model(mixed, time), velocity)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -1,7 +1,7 @@
 """Train an image classifier of transformers, a ViT or a ResNet, to tell the direction
 of stripes.
 
-torchrun --nproc-per-node 2 examples/image.py --stage 3 --model resnet
+    torchrun --nproc-per-node 2 examples/image.py --stage 3 --model resnet
 """
 
 from __future__ import annotations
@@ -29,18 +29,12 @@ CLASSES, SIZE = 4, 32
 def stripes(generator: torch.Generator, rows: int) -> tuple[Tensor, Tensor]:
     """Images of noisy stripes in one of four directions, and which."""
     labels = torch.randint(CLASSES, (rows,), generator=generator)
-    angle, phase = (
-        labels * math.pi / CLASSES,
-        6 * torch.rand(rows, 1, 1, generator=generator),
-    )
+    angle = (labels * math.pi / CLASSES)[:, None, None]
+    phase = 6 * torch.rand(rows, 1, 1, generator=generator)
     x, y = torch.arange(float(SIZE)), torch.arange(float(SIZE))[:, None]
-    wave = torch.sin(
-        x * angle.cos()[:, None, None] + y * angle.sin()[:, None, None] + phase
-    )
-    return (
-        wave[:, None] + 0.3 * torch.randn(rows, 3, SIZE, SIZE, generator=generator),
-        labels,
-    )
+    wave = torch.sin(x * angle.cos() + y * angle.sin() + phase)
+    noise = 0.3 * torch.randn(rows, 3, SIZE, SIZE, generator=generator)
+    return wave[:, None] + noise, labels
 
 
 def main() -> None:
@@ -53,11 +47,7 @@ def main() -> None:
     args = parser.parse_args()
 
     gpu = torch.cuda.is_available()
-    device = (
-        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        if gpu
-        else torch.device("cpu")
-    )
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else "cpu"
     if gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if gpu else "gloo")
@@ -88,19 +78,14 @@ def main() -> None:
         )
         model = ResNetForImageClassification(config).to(device)
         units = lambda module: isinstance(module, ResNetBasicLayer)  # noqa: E731
+    buckets = Buckets(units=units)
     optimizer = AdamW(
-        model.parameters(),
-        lr=args.lr,
-        stage=args.stage,
-        model=model,
-        buckets=Buckets(units=units),
+        model.parameters(), lr=args.lr, stage=args.stage, model=model, buckets=buckets
     )
 
     generator = torch.Generator().manual_seed(rank)
     for step in range(args.steps):
-        pixels, labels = (
-            tensor.to(device) for tensor in stripes(generator, args.batch)
-        )
+        pixels, labels = (x.to(device) for x in stripes(generator, args.batch))
         loss = model(pixel_values=pixels, labels=labels).loss
         loss.backward()
         optimizer.step()

@@ -1,7 +1,7 @@
 """Train a LoRA adapter of PEFT on a frozen GPT-2, and save it. In stage 3 the frozen
 weights are sharded, too.
 
-torchrun --nproc-per-node 2 examples/lora.py --stage 3 --out adapter
+    torchrun --nproc-per-node 2 examples/lora.py --stage 3 --out adapter
 """
 
 from __future__ import annotations
@@ -35,11 +35,7 @@ def main() -> None:
     args = parser.parse_args()
 
     gpu = torch.cuda.is_available()
-    device = (
-        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        if gpu
-        else torch.device("cpu")
-    )
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else "cpu"
     if gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if gpu else "gloo")

@@ -1,7 +1,7 @@
 """Train a mixture of experts of transformers (Mixtral): which experts have gradients
 differs by step and rank.
 
-torchrun --nproc-per-node 2 examples/moe.py --stage 3
+    torchrun --nproc-per-node 2 examples/moe.py --stage 3
 """
 
 from __future__ import annotations
@@ -35,11 +35,7 @@ def main() -> None:
     args = parser.parse_args()
 
     gpu = torch.cuda.is_available()
-    device = (
-        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        if gpu
-        else torch.device("cpu")
-    )
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else "cpu"
     if gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if gpu else "gloo")
