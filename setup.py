@@ -7,7 +7,7 @@ setup(
     packages=[
         "zerokern",
         "zerokern.kernels",
-        "zerokern.stages",
+        "zerokern.sharding",
         "zerokern.plan",
         "zerokern.examples",
     ],

@@ -196,7 +196,7 @@ def train(case: Case) -> tuple[str, str]:
         if case.clip is not None:
             seen.append(optimizer.clip_grad_norm_(case.clip))
         optimizer.step()
-        seen.append(optimizer.grad_norm.clone())
+        seen.append(optimizer.grad_norm.float())
     with optimizer.full_params():
         found = {
             name: param.detach().clone() for name, param in model.named_parameters()

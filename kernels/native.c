@@ -1,4 +1,4 @@
-/* The update and the reduction for the CPU, one pass over memory each; twins of reference.py, bit for bit.
+/* The update, the reduction and the scalar table for the CPU; twins of reference.py, bit for bit.
  *
  * Compiled on first use by native.py with -ffp-contract=off: every fp32 operation is rounded on its own, and roots and
  * quotients round correctly.
@@ -13,7 +13,7 @@ enum rule { ADAM, LION, SGD };
 
 /* Entry k of a column is table[k * columns + column]; the order is that of arguments.TABLE. */
 enum { COEF, BETA1, ONE_MINUS_BETA1, BETA2, ONE_MINUS_BETA2, STEP_SIZE, INV_SQRT_C2, EPS, DECAY, L2, NESTEROV, ACTIVE,
-       COLUMNS };
+       ENTRIES };
 
 struct moment {
     void *values;
@@ -336,11 +336,11 @@ INLINE void update_block(const struct update *u, int64_t block, uint64_t key, co
 /* The scalars of a parameter are spread over vectors when it begins, not at each of its blocks. */
 INLINE void update_blocks(const struct update *u, int64_t block, int64_t end, int rule, int weights, int first,
                           int second, int most, int plain) {
-    floats c[COLUMNS] = {{0}};
+    floats c[ENTRIES] = {{0}};
     for (int32_t column = -1; block < end; block++) {
         if (u->block_column[block] != column) {
             column = u->block_column[block];
-            for (int k = 0; k < COLUMNS; k++) c[k] = fill_floats(u->table[k * u->columns + column]);
+            for (int k = 0; k < ENTRIES; k++) c[k] = fill_floats(u->table[k * u->columns + column]);
         }
         if (c[ACTIVE][0] == 0.0f) continue;
         uint64_t key = mix64((uint64_t)u->keys[column] + (uint64_t)(block + u->origin[column]) * 0x9e3779b97f4a7c15u);
@@ -438,3 +438,72 @@ void zerokern_reduce(void *shard, int shard_format, const void **chunks, int ran
 }
 
 int zerokern_has_fp16(void) { return HAS_FP16; }
+
+/* ---------------------------------------------------------------- the scalar table */
+
+/* The order of arguments.HYPER. */
+enum { LR, HYPER_BETA1, HYPER_BETA2, HYPER_EPS, WEIGHT_DECAY, SIGN, DECOUPLED, HYPER_NESTEROV, HYPERS };
+
+/* The arguments, in the order of native._Scalars. */
+struct scalars {
+    float *table;
+    int64_t *keys, *steps;
+    double *report;
+    const double *hyper;
+    const int64_t *group_of_column, *seeds, *gathered;
+    const double *limits;
+    int64_t columns, words, ranks, rule;
+};
+
+/* By squaring, from the low bit up: only products, so the same bits everywhere. */
+static double integer_power(double base, int64_t exponent) {
+    double power = 1.0;
+    for (; exponent; exponent >>= 1, base *= base)
+        if (exponent & 1) power *= base;
+    return power;
+}
+
+void zerokern_scalars(const struct scalars *s) {
+    double square_sum = 0.0;
+    for (int64_t rank = 0; rank < s->ranks; rank++) {
+        double of_rank;
+        memcpy(&of_rank, s->gathered + rank * s->words, sizeof of_rank);
+        square_sum = rank ? square_sum + of_rank : of_rank;
+    }
+    const double norm = sqrt(square_sum) / s->limits[1], ratio = s->limits[0] / (norm + 1e-6);
+    const double clip = ratio > 1.0 ? 1.0 : ratio; /* NaN stays */
+    const int finite = square_sum - square_sum == 0.0;
+    for (int64_t c = 0; c < s->columns; c++) {
+        int64_t used = 0;
+        for (int64_t rank = 0; rank < s->ranks; rank++) used |= s->gathered[rank * s->words + 1 + c / 32] >> c % 32;
+        const int active = (used & 1) && finite;
+        const int64_t t = s->steps[c] += active;
+        s->keys[c] = (int64_t)mix64((uint64_t)s->seeds[c] + (uint64_t)t * 0x9e3779b97f4a7c15u);
+        const double *h = s->hyper + s->group_of_column[c] * HYPERS;
+        double step_size = h[LR], inv_sqrt_c2 = 1.0, one_minus_beta1 = 1.0 - h[HYPER_BETA1];
+        if (s->rule == ADAM) {
+            step_size = h[LR] / (1.0 - integer_power(h[HYPER_BETA1], t));
+            inv_sqrt_c2 = 1.0 / sqrt(1.0 - integer_power(h[HYPER_BETA2], t));
+        }
+        /* The first momentum is the gradient itself. */
+        if (s->rule == SGD) one_minus_beta1 = t > 1 ? 1.0 - h[HYPER_BETA2] : 1.0;
+        const double entries[ENTRIES] = {
+            [COEF] = h[SIGN] * (clip / s->limits[1]),
+            [BETA1] = h[HYPER_BETA1],
+            [ONE_MINUS_BETA1] = one_minus_beta1,
+            [BETA2] = h[HYPER_BETA2],
+            [ONE_MINUS_BETA2] = 1.0 - h[HYPER_BETA2],
+            [STEP_SIZE] = step_size,
+            [INV_SQRT_C2] = inv_sqrt_c2,
+            [EPS] = h[HYPER_EPS],
+            [DECAY] = 1.0 - h[DECOUPLED] * (h[LR] * h[WEIGHT_DECAY]),
+            [L2] = (1.0 - h[DECOUPLED]) * h[WEIGHT_DECAY],
+            [NESTEROV] = h[HYPER_NESTEROV],
+            [ACTIVE] = active,
+        };
+        for (int k = 0; k < ENTRIES; k++) s->table[k * s->columns + c] = (float)entries[k];
+    }
+    s->report[0] = norm;
+    s->report[1] = clip;
+    s->report[2] += !finite;
+}

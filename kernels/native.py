@@ -1,4 +1,4 @@
-"""The update and the reduction compiled for the CPU: `native.c` through the machine's C
+"""The update, the reduction and the scalar table compiled for the CPU: `native.c` through the machine's C
 compiler, loaded with ctypes.
 
 Compiling takes three seconds and happens once per machine: the library lies in the
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .arguments import BLOCK, MASTERS, ColumnMap, Moment, Rule, Shard
+from .arguments import BLOCK, MASTERS, ColumnMap, Rule, Shard
 
 SOURCE = Path(__file__).with_name("native.c")
 FLAGS = (
@@ -60,34 +60,55 @@ RULES: tuple[Rule, ...] = ("adam", "lion", "sgd")
 """In the order of `enum rule`."""
 
 
+POINTER, INTEGER = ctypes.c_void_p, ctypes.c_int64
+
+
 class _Moment(ctypes.Structure):
     """`struct moment`."""
 
-    _fields_ = (
-        ("values", ctypes.c_void_p),
-        ("scale", ctypes.c_void_p),
-        ("format", ctypes.c_int64),
-    )
+    _fields_ = (("values", POINTER), ("scale", POINTER), ("format", INTEGER))
 
 
 class _Update(ctypes.Structure):
     """`struct update`."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("param", "master", "grad")),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("param_format", "weight_format", "grad_format")
-        ),
-        *((name, _Moment) for name in ("first", "second", "largest")),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("table", "keys", "origin", "block_column")
-        ),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("columns", "blocks", "rule", "l2", "threads")
-        ),
+        ("param", POINTER),
+        ("master", POINTER),
+        ("grad", POINTER),
+        ("param_format", INTEGER),
+        ("weight_format", INTEGER),
+        ("grad_format", INTEGER),
+        ("moments", _Moment * 3),
+        ("table", POINTER),
+        ("keys", POINTER),
+        ("origin", POINTER),
+        ("block_column", POINTER),
+        ("columns", INTEGER),
+        ("blocks", INTEGER),
+        ("rule", INTEGER),
+        ("l2", INTEGER),
+        ("threads", INTEGER),
+    )
+
+
+class _Scalars(ctypes.Structure):
+    """`struct scalars`."""
+
+    _fields_ = (
+        ("table", POINTER),
+        ("keys", POINTER),
+        ("steps", POINTER),
+        ("report", POINTER),
+        ("hyper", POINTER),
+        ("group_of_column", POINTER),
+        ("seeds", POINTER),
+        ("gathered", POINTER),
+        ("limits", POINTER),
+        ("columns", INTEGER),
+        ("words", INTEGER),
+        ("ranks", INTEGER),
+        ("rule", INTEGER),
     )
 
 
@@ -107,33 +128,39 @@ def update_(
     l2: bool = False,
 ) -> None:
     """See the twin, `reference.update_`. Inactive parameters are not even read."""
-    library = _library()
-    if library is None or not _knows(library, shard.param.dtype, grad.dtype):
+    library, param, master = _library(), shard.param, shard.master
+    if library is None or _lacks(library, param.dtype, grad.dtype):
         reference.update_(
             shard, grad, rule=rule, table=table, keys=keys, columns=columns, l2=l2
         )
         return
-    weights = (
-        FORMATS[shard.param.dtype]
-        if shard.master is None
-        else MASTER_FORMATS[shard.master.dtype]
-    )
+    weight_format = FORMATS[param.dtype]
+    if master is not None:
+        weight_format = MASTER_FORMATS[master.dtype]
+    moments = (_Moment * 3)()
+    for target, moment in zip(
+        moments, (shard.first, shard.second, shard.largest), strict=True
+    ):
+        if moment is not None:
+            target.values = moment.values.data_ptr()
+            target.scale = None if moment.scale is None else moment.scale.data_ptr()
+            target.format = FORMATS[moment.values.dtype]
     arguments = _Update(
-        _address(shard.param),
-        _address(shard.param if shard.master is None else shard.master),
-        _address(grad),
-        FORMATS[shard.param.dtype],
-        weights,
+        param.data_ptr(),
+        param.data_ptr() if master is None else master.data_ptr(),
+        grad.data_ptr(),
+        FORMATS[param.dtype],
+        weight_format,
         FORMATS[grad.dtype],
-        *(_moment(moment) for moment in shard.moments),
-        _address(table),
-        _address(keys),
-        _address(columns.origin),
-        _address(columns.block_column),
+        moments,
+        table.data_ptr(),
+        keys.data_ptr(),
+        columns.origin.data_ptr(),
+        columns.block_column.data_ptr(),
         table.shape[1],
         columns.block_column.numel(),
         RULES.index(rule),
-        int(l2),
+        l2,
         torch.get_num_threads(),
     )
     library.zerokern_update(ctypes.byref(arguments))
@@ -151,53 +178,80 @@ def reduce_(
 ) -> None:
     """See the twin, `reference.reduce_`."""
     library = _library()
-    if (
-        library is None
-        or shard.numel() % BLOCK
-        or not _knows(library, shard.dtype, own.dtype)
-    ):
-        reference.reduce_(
-            shard,
-            own,
-            received,
-            partials,
-            rank=rank,
-            scale=scale,
-            accumulate=accumulate,
-        )
+    odd = shard.numel() % BLOCK
+    if library is None or odd or _lacks(library, shard.dtype, own.dtype):
+        options = {"rank": rank, "scale": scale, "accumulate": accumulate}
+        reference.reduce_(shard, own, received, partials, **options)  # type: ignore[arg-type]
         return
-    chunks = [*received[:rank].unbind(0), own, *received[rank:].unbind(0)]
-    addresses = (ctypes.c_void_p * len(chunks))(*(chunk.data_ptr() for chunk in chunks))
+    addresses = (POINTER * (received.shape[0] + 1))()
+    for index, chunk in enumerate(received.unbind(0)):
+        addresses[index + (index >= rank)] = chunk.data_ptr()
+    addresses[rank] = own.data_ptr()
     library.zerokern_reduce(
-        _address(shard),
+        POINTER(shard.data_ptr()),
         FORMATS[shard.dtype],
         addresses,
-        len(chunks),
+        len(addresses),
         FORMATS[own.dtype],
-        _address(partials),
-        ctypes.c_int64(shard.numel()),
+        POINTER(partials.data_ptr()),
+        INTEGER(shard.numel()),
         ctypes.c_float(scale),
         int(accumulate),
         torch.get_num_threads(),
     )
 
 
-def _address(tensor: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
-
-
-def _moment(moment: Moment | None) -> _Moment:
-    if moment is None:
-        return _Moment(None, None, FORMATS[None])
-    return _Moment(
-        _address(moment.values), _address(moment.scale), FORMATS[moment.values.dtype]
+def scalars_(
+    table: Tensor,
+    keys: Tensor,
+    steps: Tensor,
+    report: Tensor,
+    *,
+    rule: Rule,
+    hyper: Tensor,
+    group_of_column: Tensor,
+    seeds: Tensor,
+    gathered: Tensor,
+    limits: Tensor,
+) -> None:
+    """See the twin, `reference.scalars_`."""
+    library = _library()
+    if library is None:
+        reference.scalars_(
+            table,
+            keys,
+            steps,
+            report,
+            rule=rule,
+            hyper=hyper,
+            group_of_column=group_of_column,
+            seeds=seeds,
+            gathered=gathered,
+            limits=limits,
+        )
+        return
+    arguments = _Scalars(
+        table.data_ptr(),
+        keys.data_ptr(),
+        steps.data_ptr(),
+        report.data_ptr(),
+        hyper.data_ptr(),
+        group_of_column.data_ptr(),
+        seeds.data_ptr(),
+        gathered.data_ptr(),
+        limits.data_ptr(),
+        steps.numel(),
+        gathered.shape[1],
+        gathered.shape[0],
+        RULES.index(rule),
     )
+    library.zerokern_scalars(ctypes.byref(arguments))
 
 
-def _knows(library: ctypes.CDLL, *dtypes: torch.dtype) -> bool:
-    """Return whether the library has these floating formats: fp16 needs a compiler that
+def _lacks(library: ctypes.CDLL, *dtypes: torch.dtype) -> bool:
+    """Return whether the library lacks a floating format: fp16 needs a compiler that
     knows it."""
-    return torch.float16 not in dtypes or bool(library.zerokern_has_fp16())
+    return torch.float16 in dtypes and not library.zerokern_has_fp16()
 
 
 @functools.cache

@@ -17,13 +17,14 @@ import torch.distributed as dist
 from oracle import Run, rank
 from torch import Tensor, nn
 
-from zerokern import buffers, ops
-from zerokern.comm import Comm, Work
-from zerokern.stages import rounds
-from zerokern.stages import units as unit_states
+from zerokern.groups import Group, Groups
+from zerokern.sharding import reducer
+from zerokern.sharding.units import UnitState
+from zerokern.sharding.updater import Updater
+from zerokern.transport import Pending, Transport
 
 Transfers = Sequence[tuple[Tensor, Tensor, int]]
-Start = Callable[[Comm, str, Transfers], Sequence[dist.Work]]
+Start = Callable[[Transport, str, Transfers, Group], Sequence[dist.Work]]
 
 # -------------------------------------------------------------------- a slow wire (LAG)
 
@@ -35,13 +36,13 @@ class _Flight:
     def __init__(
         self,
         wire: _Wire,
-        comm: Comm,
+        start: Callable[[Transfers], Sequence[dist.Work]],
         name: str,
         transfers: Transfers,
         delay: float,
         earlier: Any,
     ) -> None:
-        self.wire, self.comm, self.name, self.delay = wire, comm, name, delay
+        self.wire, self.start, self.name, self.delay = wire, start, name, delay
         self.sent = [send.data for send, _, _ in transfers]
         self.received = [receive.data for _, receive, _ in transfers]
         self.peers = [peer for _, _, peer in transfers]
@@ -69,11 +70,8 @@ class _Flight:
                     for now, then in zip(self.sent, self.at_launch, strict=True)
                 ]
                 with self.wire.lock:
-                    works = self.wire.start(
-                        self.comm,
-                        self.name,
-                        list(zip(sent, self.private, self.peers, strict=True)),
-                    )
+                    pairs = list(zip(sent, self.private, self.peers, strict=True))
+                    works = self.start(pairs)
                 self.started.set()
                 for work in works:
                     work.wait()
@@ -108,8 +106,8 @@ class _Flight:
 class _Wire:
     """All that is under way on this rank."""
 
-    def __init__(self, start: Start) -> None:
-        self.start, self.lock = start, threading.Lock()
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
         self.flights: list[_Flight] = []
         self.carried = 0
 
@@ -153,44 +151,45 @@ def lag(
     AssertionError if data change under way, if scratch memory is taken or given back
     while a collective uses it, or if one is never waited on.
     """
-    wire = _Wire(Comm._point_to_point)
+    wire = _Wire()
+    point_to_point = Transport.point_to_point
     last: dict[tuple[int, str], threading.Event] = {}
     delays = random.Random(1009 * seed + rank())
 
-    def launch(comm: Comm, name: str, transfers: Transfers) -> list[Any]:
-        if not transfers:
-            return []
+    def launch(
+        transport: Transport, name: str, transfers: Transfers, group: Group
+    ) -> list[Any]:
         delay = delays.uniform(shortest_ms, longest_ms) / 1000
-        flight = _Flight(wire, comm, name, transfers, delay, last.get((id(comm), name)))
-        last[id(comm), name] = flight.started
+        key = id(transport), name
+
+        def start(late: Transfers) -> Sequence[dist.Work]:
+            return point_to_point(transport, name, late, group)
+
+        flight = _Flight(wire, start, name, transfers, delay, last.get(key))
+        last[key] = flight.started
         wire.flights.append(flight)
         wire.carried += 1
         return [flight]
 
     def after(method: Callable[..., Any], what: str) -> Callable[..., Any]:
-        def call(scratch: buffers.Scratch, *args: Any) -> Any:
-            result = method(scratch, *args)
-            wire.check(args[0] if result is None else result, what)
+        def call(transport: Transport, *args: Any, **options: Any) -> Any:
+            result = method(transport, *args, **options)
+            wire.check(result, what)
             return result
 
         return call
 
     def before(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(scratch: buffers.Scratch, tensor: Tensor) -> Any:
+        def call(transport: Transport, tensor: Tensor, **options: Any) -> Any:
             wire.check(tensor, "given back")
-            return method(scratch, tensor)
+            return method(transport, tensor, **options)
 
         return call
 
-    scratch = buffers.Scratch
     with (
-        mock.patch.object(Comm, "_point_to_point", launch),
-        mock.patch.object(scratch, "take", after(scratch.take, "handed out")),
-        mock.patch.object(
-            scratch, "allocate_storage", after(scratch.allocate_storage, "handed out")
-        ),
-        mock.patch.object(scratch, "give", before(scratch.give)),
-        mock.patch.object(scratch, "free_storage", before(scratch.free_storage)),
+        mock.patch.object(Transport, "point_to_point", launch),
+        mock.patch.object(Transport, "take", after(Transport.take, "handed out")),
+        mock.patch.object(Transport, "give", before(Transport.give)),
     ):
         yield wire
     left = [flight.name for flight in wire.flights]
@@ -203,13 +202,13 @@ def lag(
 def poison() -> Iterator[None]:
     """Let every optimizer that is built inside fill its scratch memory with NaN on the
     way out and back."""
-    build = buffers.Scratch.__init__
+    build = Transport.__init__
 
-    def poisoned(scratch: buffers.Scratch, *args: Any) -> None:
-        build(scratch, *args)
-        scratch.poison = True
+    def poisoned(transport: Transport, *args: Any) -> None:
+        build(transport, *args)
+        transport.poison = True
 
-    with mock.patch.object(buffers.Scratch, "__init__", poisoned):
+    with mock.patch.object(Transport, "__init__", poisoned):
         yield
 
 
@@ -231,24 +230,24 @@ def recorded(optimizer: Any, blocks: dict[str, nn.Module]) -> Iterator[list[str]
     NAME is that of the collective, such as "all_gather of 'blocks.0'".
     """
     events: list[str] = []
-    start, wait, update = Comm._point_to_point, Work.wait, ops.update_
-    bucket_of = {id(p.shard): p.bucket.index for p in optimizer._zero.trainable}
+    start, wait, update = Transport.point_to_point, Pending.wait, Updater.update
 
     def noted(event: str) -> Callable[..., None]:
         return lambda *_: events.append(event)
 
-    def launch(comm: Comm, name: str, transfers: Transfers) -> Any:
+    def launch(
+        transport: Transport, name: str, transfers: Transfers, group: Group
+    ) -> Any:
         events.append(f"issue {name}")
-        return start(comm, name, transfers)
+        return start(transport, name, transfers, group)
 
-    def waited(work: Work) -> None:
-        if work._works:
-            events.append(f"wait {work._name}")
-        wait(work)
+    def waited(pending: Pending) -> None:
+        events.append(f"wait {pending.name}")
+        wait(pending)
 
-    def updated(shard: Any, *args: Any, **options: Any) -> None:
-        events.append(f"update {bucket_of[id(shard)]}")
-        update(shard, *args, **options)
+    def updated(updater: Updater, index: int, *args: Any, **options: Any) -> None:
+        events.append(f"update {updater.buckets[index].layout.index}")
+        update(updater, index, *args, **options)
 
     handles: list[Any] = []
     for name, module in blocks.items():
@@ -266,9 +265,9 @@ def recorded(optimizer: Any, blocks: dict[str, nn.Module]) -> Iterator[list[str]
             module.register_full_backward_hook(noted(f"end backward {name}"))
         )
     with (
-        mock.patch.object(Comm, "_point_to_point", launch),
-        mock.patch.object(Work, "wait", waited),
-        mock.patch.object(ops, "update_", updated),
+        mock.patch.object(Transport, "point_to_point", launch),
+        mock.patch.object(Pending, "wait", waited),
+        mock.patch.object(Updater, "update", updated),
     ):
         yield events
     for handle in handles:
@@ -281,21 +280,24 @@ def recorded(optimizer: Any, blocks: dict[str, nn.Module]) -> Iterator[list[str]
 def assert_at_rest(optimizer: Any) -> None:
     """Nothing is under way, gathered or half done: not only is the ledger empty, so are
     all states."""
-    zero = optimizer._zero
+    coordinator = optimizer.coordinator
     assert optimizer.memory().buffers == 0
-    assert not zero.rounds._passes
-    assert not zero.rounds._travelling
-    assert zero.rounds._next == 0
-    for unit in getattr(zero, "units", {}).values():
-        assert unit.state is unit_states.State.SHARDED, unit.name
-        assert (unit.inputs_pending, unit.calls_pending, unit.left_behind) == (
-            0,
-            0,
-            False,
-        ), unit.name
-        assert [
-            bucket.full.untyped_storage().nbytes() for bucket in unit.parameters
-        ] == [0] * len(unit.parameters)
+    assert coordinator.reducer.is_at_rest()
+    for unit in getattr(coordinator.parameters, "units", {}).values():
+        assert unit.state is UnitState.SHARDED, unit.name
+        assert [bucket.whole for bucket in unit.buckets] == [None] * len(unit.buckets)
+    assert coordinator.is_at_rest()
+
+
+def send(buffer: Tensor, received: Tensor, title: str = "x") -> Pending:
+    """Start to send the chunks of a buffer to all ranks, as a reduction does."""
+    transport = Transport(Groups.over(None), buffer.device)
+    group = transport.groups.averages
+    chunks = buffer.view(group.size, -1)
+    others = enumerate(group.others)
+    pairs = [(chunks[rank], received[index], rank) for index, rank in others]
+    buffers = buffer, received
+    return transport.start("reduce_scatter", title, "step", pairs, buffers, group)
 
 
 def same_on_all_ranks(logs: Sequence[Sequence[Any]]) -> bool:
@@ -312,7 +314,7 @@ def short_group(seconds: float = 3.0, members: list[int] | None = None) -> Any:
 
 def buckets_under_way(number: int) -> AbstractContextManager[Any]:
     """Change how many buckets may travel at a time."""
-    return mock.patch.object(rounds, "MAX_TRAVELLING", number)
+    return mock.patch.object(reducer, "MAX_IN_FLIGHT", number)
 
 
 # ------------------------------------------------------ exceptions in users' code (EXC)

@@ -156,7 +156,7 @@ def train(case: Case, ledger: Ledger) -> dict[str, Any]:
         "log": optimizer.comm_log(),
         "memory": optimizer.memory(),
         "peaks": peaks,
-        "scratch": optimizer._coordinator().scratch.peak_bytes,
+        "scratch": optimizer.coordinator.transport.peak_bytes,
     }
 
 

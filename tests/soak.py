@@ -259,11 +259,11 @@ def live(
     with deterministic():
         model = models.forked()
         optimizer = sharded(model, stage, groups_of(model))
-        optimizer._coordinator().scratch.poison = True
+        optimizer.coordinator.transport.poison = True
         for number, step in enumerate(steps):
             updates = len(memory.roles)
             _live_step(model, optimizer, step, number, life, memory)
-            memory.peak.append(optimizer._coordinator().scratch.peak_bytes)
+            memory.peak.append(optimizer.coordinator.transport.peak_bytes)
             optimizer.comm_log(clear=True)  # the log itself grows up to 65,536 entries
             if number % probe_every == 0:
                 if len(memory.roles) > updates:

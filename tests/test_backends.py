@@ -26,8 +26,8 @@ def _train(dtype: torch.dtype, stage: int) -> list[Tensor]:
         model.parameters(), lr=1e-2, stage=stage, model=model, max_grad_norm=0.5
     )
     if config.backend() == "triton":
-        for bucket in optimizer._zero.gradients:
-            bucket.pack_at_once = True  # as on a GPU, where one launch packs a bucket
+        for bucket in optimizer.coordinator.gradients:
+            bucket.packs_at_once = True  # as on a GPU, where one launch packs a bucket
     for step in range(4):
         tokens, targets = (models.share(t, rank, world) for t in models.batch(step))
         models.loss_of(model, tokens, targets).backward()

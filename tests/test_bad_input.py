@@ -396,7 +396,7 @@ DISAGREEMENTS: dict[
     "one more": (_one_more, list, {}, r"extra"),
     "frozen": (_one_frozen, list, {}, r"blocks\.1\.norm\.bias.*frozen"),
     "order": (None, _reversed, {}, r"parameter 0"),
-    "groups": (None, _two_groups, {}, r"group of"),
+    "groups": (None, _two_groups, {}, r"param group"),
     "bucket size": (None, list, {"buckets": zerokern.Buckets(bytes=100)}, r"bucket 0"),
 }
 

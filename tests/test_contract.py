@@ -417,6 +417,7 @@ def test_the_public_names() -> None:
         "GradScaler",
         "Lion",
         "Memory",
+        "Options",
         "Precision",
     }
     assert set(zerokern.__all__) == names

@@ -4,11 +4,12 @@ no bit; what overlaps does so."""
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -24,7 +25,8 @@ from test_gradients import SCRIPTS
 from torch import Tensor, nn
 
 import zerokern
-from zerokern.comm import Comm
+from zerokern.groups import Group, Groups
+from zerokern.transport import Pending, Transport
 
 WORLDS = (2, 3)
 TWO_PARAMETERS = zerokern.Buckets(bytes=2400)
@@ -140,8 +142,8 @@ def play(
             build=lambda: models.forked().to(dtype),
             **{"buckets": buckets, **given},
         )
-        for bucket in run.optimizer._zero.gradients if as_on_a_gpu else []:
-            bucket.pack_at_once = True
+        for bucket in run.optimizer.coordinator.gradients if as_on_a_gpu else []:
+            bucket.packs_at_once = True
         function(run)
         return {**run.result(), "carried": wire.carried if wire else 0}
 
@@ -319,10 +321,9 @@ def test_ranks_issue_the_same_collectives_on_a_bad_wire(
 
 
 def _reduce_before_the_wait() -> None:
-    comm = Comm(None)
     buffer, received = torch.ones(2 * world()), torch.empty(world() - 1, 2)
     with faults.lag(0):
-        work = comm.exchange(buffer, received, "x")
+        work = faults.send(buffer, received)
         early = received.clone()
         work.wait()
         assert early.isnan().all()
@@ -332,7 +333,7 @@ def _reduce_before_the_wait() -> None:
 def _write_under_way(late: bool) -> None:
     buffer, received = torch.ones(2 * world()), torch.empty(world() - 1, 2)
     with faults.lag(0, 20.0, shortest_ms=10.0) as wire:
-        work = Comm(None).exchange(buffer, received, "x")
+        work = faults.send(buffer, received)
         if late:
             wire.flights[0].thread.join()  # sent, but nobody has waited
         buffer.zero_()
@@ -342,10 +343,10 @@ def _write_under_way(late: bool) -> None:
 def _give_back_under_way() -> None:
     model = models.toy()
     optimizer = sharded(model, 2)
-    scratch = optimizer._zero.scratch
+    scratch = optimizer.coordinator.transport
     with faults.lag(0):
         buffer = scratch.take(2 * world(), torch.float32)
-        work = Comm(None).exchange(buffer, torch.empty(world() - 1, 2), "x")
+        work = faults.send(buffer, torch.empty(world() - 1, 2))
         try:
             scratch.give(buffer)
         finally:
@@ -354,7 +355,7 @@ def _give_back_under_way() -> None:
 
 def _never_wait() -> None:
     with faults.lag(0):
-        Comm(None).exchange(torch.ones(2 * world()), torch.empty(world() - 1, 2), "x")
+        faults.send(torch.ones(2 * world()), torch.empty(world() - 1, 2))
 
 
 SEEN: dict[str, tuple[Callable[[], None], str | None]] = {
@@ -401,20 +402,25 @@ def test_the_harness_sees_faults(fault: str) -> None:
 def _eight_at_a_time(rounds: int, lag_ms: float | None) -> int:
     """Return in how many rounds a gather was not complete when its own handle had been
     waited on."""
-    comm = Comm(None)
+    transport = Transport(Groups.over(None), torch.device("cpu"))
+    group = transport.groups.shards
     sizes = [3, 1, 1000, 64, 7, 20_000, 5, 300]
     wrong = 0
     with nullcontext() if lag_ms is None else faults.lag(1, lag_ms):
         for index in range(rounds):
-            buffers = [torch.full((comm.world * size,), float("nan")) for size in sizes]
+            buffers = [torch.full((group.size * size,), math.nan) for size in sizes]
+            works = []
             for number, buffer in enumerate(buffers):
-                buffer.view(comm.world, -1)[comm.rank] = (
-                    100 * index + 10 * number + comm.rank
+                chunks = buffer.view(group.size, -1)
+                own = chunks[group.rank]
+                own.fill_(100 * index + 10 * number + group.rank)
+                pairs = [(own, chunks[rank], rank) for rank in group.others]
+                title = f"unit {number}"
+                works.append(
+                    transport.start(
+                        "all_gather", title, "step", pairs, (buffer,), group
+                    )
                 )
-            works = [
-                comm.all_gather(buffer, f"unit {number}")
-                for number, buffer in enumerate(buffers)
-            ]
             order = (
                 list(range(8))
                 if index % 3 == 0
@@ -424,7 +430,7 @@ def _eight_at_a_time(rounds: int, lag_ms: float | None) -> int:
             )
             for number in order:
                 works[number].wait()
-                expected = 100 * index + 10 * number + torch.arange(comm.world).float()
+                expected = 100 * index + 10 * number + torch.arange(group.size).float()
                 wrong += not torch.equal(
                     buffers[number], expected.repeat_interleave(sizes[number])
                 )
@@ -469,7 +475,7 @@ def _of_size(stage: int, size: str) -> dict[str, Any]:
     return {
         **run.result(),
         "norms": torch.stack(norms),
-        "buckets": len(run.optimizer._zero.gradients),
+        "buckets": len(run.optimizer.coordinator.gradients),
     }
 
 
@@ -636,13 +642,22 @@ def _sent(stage: int, when: str | None) -> list[tuple[Tensor, list[Tensor]]]:
     if when == HOOKS[1]:
         _ = [p.register_hook(lambda grad: grad * half()) for p in model.parameters()]
     sent: list[Any] = []
-    exchange = Comm.exchange
+    start = Transport.start
 
-    def spy(comm: Comm, buffer: Tensor, received: Tensor, unit: str) -> Any:
-        sent.append((unit, buffer.clone()))
-        return exchange(comm, buffer, received, unit)
+    def spy(
+        transport: Transport,
+        op: str,
+        title: str,
+        phase: str,
+        pairs: Any,
+        buffers: Sequence[Tensor],
+        group: Group,
+    ) -> Pending:
+        if op == "reduce_scatter":
+            sent.append((title, buffers[0].clone()))
+        return start(transport, op, title, phase, pairs, buffers, group)
 
-    with mock.patch.object(Comm, "exchange", spy):
+    with mock.patch.object(Transport, "start", spy):
         tokens, targets = (models.share(t, rank(), world()) for t in models.batch(0))
         models.loss_of(model, tokens, targets).backward()
         optimizer.step()
@@ -712,8 +727,8 @@ def _events(stage: int, overlap: bool) -> dict[str, Any]:
             id(model.embedding.weight): -1
         }
         ends_in = {
-            b.exchange.name: min(place[id(p)] for p in b.params)
-            for b in optimizer._zero.gradients
+            b.transfer.title: min(place[id(slot.param)] for slot in b.slots)
+            for b in optimizer.coordinator.gradients
         }
         faults.assert_at_rest(optimizer)
         return {"events": events, "ends_in": ends_in, "log": optimizer.comm_log()}
@@ -966,7 +981,7 @@ def test_nothing_is_deprecated(stage: int) -> None:
 
 def _alone(stage: int) -> dict[str, Any]:
     model, optimizer = _train(stage)
-    peak = optimizer._zero.scratch.peak_bytes
+    peak = optimizer.coordinator.transport.peak_bytes
     return {
         "params": whole(model, optimizer),
         "log": optimizer.comm_log(),

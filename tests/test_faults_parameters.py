@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import lr_scheduler
 
 import zerokern
+from zerokern.sharding.sharded import ShardedParameters
 
 WORLDS = (1, 2, 3)
 CASES: dict[str, Callable[[int], Any]] = {}
@@ -98,9 +99,12 @@ def gathered(optimizer: Any) -> Iterator[None]:
 def gathered_bytes(optimizer: Any) -> int:
     """Return the bytes of the buffers that hold whole parameters, counted from their
     storages and not on a ledger."""
-    return sum(
-        bucket.full.untyped_storage().nbytes() for bucket in optimizer._zero.parameters
-    )
+    store = optimizer.coordinator.parameters
+    if isinstance(store, ShardedParameters):
+        units = store.units.values()
+        wholes = [bucket.whole for unit in units for bucket in unit.buckets]
+        return sum(whole.nbytes for whole in wholes if whole is not None)
+    return sum(flat.untyped_storage().nbytes() for flat in store.memory())
 
 
 @case
@@ -798,7 +802,7 @@ def mostly_frozen(stage: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model = AdaptedModel()
     optimizer = sharded(model, stage)
-    optimizer._zero.scratch.peak_bytes = 0
+    optimizer.coordinator.transport.peak_bytes = 0
     for _ in range(2):
         optimizer.zero_grad()
         model(torch.ones(2, 64)).square().mean().backward()
@@ -807,7 +811,7 @@ def mostly_frozen(stage: int) -> dict[str, Any]:
     return {
         "during": during,
         "memory": optimizer.memory(),
-        "peak": optimizer._zero.scratch.peak_bytes,
+        "peak": optimizer.coordinator.transport.peak_bytes,
         "none": [unit.matrix.grad is None for unit in model.units],
     }
 

@@ -23,7 +23,6 @@ def launches_of_a_step(
     run."""
     counts: Counter[str] = Counter()
     with monkeypatch.context() as patch:
-        patch.setenv("ZEROKERN_BACKEND", "triton")
         for module in (pack, reduce, scalars, update):
             patch.setattr(
                 module,
@@ -32,8 +31,8 @@ def launches_of_a_step(
                     [kernel.fn.__name__]
                 ),
             )
-        for bucket in optimizer._zero.gradients:
-            bucket.pack_at_once = True  # as on a GPU
+        for bucket in optimizer.coordinator.gradients:
+            bucket.packs_at_once = True  # as on a GPU
         sum(p.sum() for p in params).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -51,6 +50,7 @@ def test_three_launches_per_bucket(
 ) -> None:
     """Rows 11 and 66: pack, reduce and update for a bucket of any number of parameters;
     scalars once a step."""
+    monkeypatch.setenv("ZEROKERN_BACKEND", "triton")  # read when it is built
     params = [
         nn.Parameter(torch.ones(256, dtype=torch.bfloat16)) for _ in range(TENSORS)
     ]
@@ -60,7 +60,7 @@ def test_three_launches_per_bucket(
     optimizer = zerokern.AdamW(
         groups, precision=precision, buckets=zerokern.Buckets(bytes=bucket_bytes)
     )
-    buckets = len(optimizer._zero.gradients)
+    buckets = len(optimizer.coordinator.gradients)
     assert (buckets == 1) == (bucket_bytes == 2**30)
     for _ in range(2):
         counts = launches_of_a_step(monkeypatch, optimizer, params)

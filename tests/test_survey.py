@@ -218,11 +218,11 @@ def load_peak() -> tuple[int, int]:
     model = models.gpt().bfloat16()
     optimizer = sharded(model, 1, precision=Precision(master="split32", moments="8bit"))
     saved = optimizer.full_state_dict()
-    scratch = optimizer._zero.scratch
+    scratch = optimizer.coordinator.transport
     scratch.peak_bytes = scratch.live_bytes
     optimizer.load_state_dict(saved)
     return scratch.peak_bytes, max(
-        4 * p.bucket.shard_numel for p in optimizer._zero.trainable
+        4 * p.layout.shard_numel for p in optimizer.coordinator.trainable
     )
 
 

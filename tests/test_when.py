@@ -133,8 +133,8 @@ def memory(stage: int) -> list[tuple[int, int, int]]:
     the largest bucket."""
     model = models.Toy(blocks=16)
     optimizer = sharded(model, stage, buckets=WAYS["in backward"])
-    scratch = optimizer._zero.scratch
-    largest = max(4 * b.numel for b in optimizer._zero.layout.buckets)
+    scratch = optimizer.coordinator.transport
+    largest = max(4 * b.numel for b in optimizer.coordinator.layout.buckets)
     assert 4 * sum(p.numel() for p in model.parameters()) > 10 * largest
     seen = []
     for step in range(3):

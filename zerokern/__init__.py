@@ -2,10 +2,11 @@
 zerokern import AdamW`."""
 
 from .amp import GradScaler
-from .buffers import Memory
-from .comm import Call
+from .comm_log import Call
 from .config import Buckets, Precision
+from .memory import Memory
 from .optimizer import SGD, Adam, AdamW, Lion
+from .options import Options
 
 __all__ = [
     "SGD",
@@ -16,6 +17,7 @@ __all__ = [
     "GradScaler",
     "Lion",
     "Memory",
+    "Options",
     "Precision",
 ]
 __version__ = "0.1.0"

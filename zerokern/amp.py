@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from .sharded import ShardedOptimizer
+from .sharded_optimizer import ShardedOptimizer
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -1,157 +1,111 @@
-"""From checked parameters and options to a coordinator."""
+"""From checked parameters and options to the blueprint of a coordinator."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import checks, layout, ops
-from .comm import Comm
+from . import backends, checks, layout
 from .config import Buckets, Precision
+from .groups import Groups
 from .rules import UpdateRule
-from .stages.initial import Initial
-from .stages.units import ROOT, unit_modules, unit_of_params
-from .stages.zero1 import Place, Zero1
-from .stages.zero2 import Zero2
-from .stages.zero3 import Zero3
+from .sharding.coordinator import Blueprint, Sharding
+from .sharding.handles import ParamHandles
+from .sharding.initial import Initial
+from .sharding.units import unit_of_params
+from .transport import Transport
+
+NOWHERE = (-1, -1)
+"""The place of a frozen parameter that is in no param group."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A layout that all ranks agreed on, and what will run it."""
-
-    params: list[nn.Parameter]
-    coordinator: Callable[[], Zero1]
-
-
-def plan(
-    groups: Sequence[Mapping[str, Any]],
+def blueprint(
+    param_groups: Sequence[Mapping[str, Any]],
+    rule: UpdateRule,
+    groups: Groups,
+    *,
     stage: int,
     model: nn.Module | None,
-    comm: Comm,
-    rule: UpdateRule,
     precision: Precision,
     buckets: Buckets,
     init: Any,
-) -> Plan:
-    """Lay out the parameters and have all ranks agree on it.
+) -> Blueprint:
+    """Lay out the parameters and have all ranks agree on it. Nothing is changed.
+
+    Args:
+        param_groups: torch's, checked.
+        rule: that of the optimizer.
+        groups: the ranks.
+        stage, model, precision, buckets, init: the user's options, checked.
 
     Raises:
         ValueError: on all ranks, if their layouts, rules or precisions differ.
     """
-    checks.check_precision(groups, rule, precision)
-    example = next(param for group in groups for param in group["params"])
-    if not example.is_meta:
-        ops.check_backend(example)
-    params, names, place_of = _places(groups)
-    sharded = stage == 3 and comm.world > 1
-    units: dict[int, str] = {}
+    checks.check_precision(param_groups, rule, precision)
+    params, names, places = _listed(param_groups)
+    if not params[0].is_meta:
+        backends.check_backend(params[0])
     if model is not None:
         names.update((id(p), name) for name, p in model.named_parameters())
-    if sharded:
+    sharding = Sharding.of_stage(stage, groups.shards.size)
+    units: dict[int, str] = {}
+    if sharding.parameters:
         assert model is not None
         params = _in_model_order(params, model)
         units = unit_of_params(model, buckets.units)
     specs = [_spec(p, names[id(p)], units) for p in params]
-    chosen = (
-        layout.by_unit(specs, comm.world)
-        if sharded
-        else layout.bucketed(specs, comm.world, buckets.bytes)
-    )
-    lines = _description(chosen, rule, precision, [place_of.get(id(p)) for p in params])
-    if comm.world > 1:
+    if sharding.parameters:
+        chosen = layout.by_unit(specs, groups.shards.size)
+    else:
+        chosen = layout.bucketed(specs, groups.shards.size, buckets.bytes)
+    if not groups.alone:
         checks.check_unwrapped(params)
-    initial = _initial(params, model, init, comm)
+    initial = _initial(params, model, init, groups)
     device = params[0].device if initial is None else initial.device
-    comm.check_agreement(layout.fingerprint(lines), lines, device)
-    places = [place_of.get(id(p), Place(-1, -1)) for p in params]
-
-    def coordinator() -> Zero1:
-        agreed = chosen, params, places, comm, rule, precision, buckets
-        if sharded:
-            assert model is not None
-            return Zero3(*agreed, device=device, initial=initial, model=model)
-        if initial is not None:
-            initial.make(list(initial.model.parameters()))
-        zero = (Zero1 if stage == 1 else Zero2)(*agreed, device=device)
-        if model is not None and buckets.gather_in_forward:
-            units = unit_modules(model, buckets.units)
-            zero.arriving.hook([m for name, m in units.items() if name != ROOT])
-        return zero
-
-    return Plan(params, coordinator)
+    transport = Transport(groups, device)
+    handles = ParamHandles(chosen, params, [places.get(id(p), NOWHERE) for p in params])
+    _agree(transport, _description(handles, chosen, rule, precision))
+    return Blueprint(
+        chosen,
+        handles,
+        transport,
+        sharding,
+        rule,
+        precision,
+        buckets,
+        model,
+        initial,
+    )
 
 
-def _description(
-    chosen: layout.Layout,
-    rule: UpdateRule,
-    precision: Precision,
-    places: Sequence[Place | None],
-) -> list[str]:
-    """Return what all ranks must agree on, a line each."""
-    return [
-        *chosen.lines(),
-        f"update rule {rule.kernel} with {list(rule.moments)}, {precision}",
-        *(
-            f"group of {spec.name!r}: {place}"
-            for spec, place in zip(chosen.params, places, strict=True)
-        ),
-    ]
+def _listed(
+    param_groups: Sequence[Mapping[str, Any]],
+) -> tuple[list[nn.Parameter], dict[int, str], dict[int, tuple[int, int]]]:
+    """Return the parameters in order, and by id their names and their places: (group,
+    position over all groups)."""
+    params: list[nn.Parameter] = []
+    names: dict[int, str] = {}
+    places: dict[int, tuple[int, int]] = {}
+    for index, group in enumerate(param_groups):
+        given = group.get("param_names")
+        for position, param in enumerate(group["params"]):
+            names[id(param)] = given[position] if given else f"{index}.{position}"
+            places[id(param)] = index, len(params)
+            params.append(param)
+    return params, names, places
 
 
 def _spec(param: Tensor, name: str, units: Mapping[int, str]) -> layout.ParamSpec:
-    dtype = str(param.dtype).removeprefix("torch.")
     return layout.ParamSpec(
         name,
         tuple(param.shape),
-        dtype,
+        str(param.dtype).removeprefix("torch."),
         param.element_size(),
         param.requires_grad,
         units.get(id(param), ""),
-    )
-
-
-def _places(
-    groups: Sequence[Mapping[str, Any]],
-) -> tuple[list[nn.Parameter], dict[int, str], dict[int, Place]]:
-    """Return the parameters in order, and their names and places by id."""
-    names: dict[int, str] = {}
-    place_of: dict[int, Place] = {}
-    params: list[nn.Parameter] = []
-    for index, group in enumerate(groups):
-        for position, param in enumerate(group["params"]):
-            given = group.get("param_names")
-            names[id(param)] = given[position] if given else f"{index}.{position}"
-            place_of[id(param)] = Place(index, len(params))
-            params.append(param)
-    return params, names, place_of
-
-
-def _initial(
-    params: Sequence[nn.Parameter], model: nn.Module | None, init: Any, comm: Comm
-) -> Initial | None:
-    """Return what makes parameters that are on the meta device; None if none is."""
-    if not any(param.is_meta for param in params):
-        if init is not None:
-            raise ValueError(
-                "init= is for parameters on the meta device, and there are none;"
-                " initialise the model yourself"
-            )
-        return None
-    if model is None:
-        raise ValueError(
-            "parameters are on the meta device; pass model=model, whose modules"
-            " initialise them"
-        )
-    device = torch.get_default_device()
-    if comm.native_gather:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return Initial(
-        model, init, torch.device("cpu") if device.type == "meta" else device
     )
 
 
@@ -171,3 +125,78 @@ def _in_model_order(
             " module that holds all of them"
         )
     return chosen
+
+
+def _initial(
+    params: Sequence[nn.Parameter], model: nn.Module | None, init: Any, groups: Groups
+) -> Initial | None:
+    """Return what makes parameters that are on the meta device; None if none is."""
+    if not any(param.is_meta for param in params):
+        if init is not None:
+            raise ValueError(
+                "init= is for parameters on the meta device, and there are none;"
+                " initialise the model yourself"
+            )
+        return None
+    if model is None:
+        raise ValueError(
+            "parameters are on the meta device; pass model=model, whose modules"
+            " initialise them"
+        )
+    device = torch.get_default_device()
+    if groups.shards.is_nccl:
+        device = torch.device("cuda", torch.cuda.current_device())
+    if device.type == "meta":
+        device = torch.device("cpu")
+    return Initial(model, init, device)
+
+
+# ------------------------------------------------------------------------ agreement
+
+
+def _description(
+    handles: ParamHandles,
+    chosen: layout.Layout,
+    rule: UpdateRule,
+    precision: Precision,
+) -> list[str]:
+    """Return what all ranks must agree on, a line each."""
+    lines = chosen.lines()
+    lines.append(f"update rule {rule.kernel} with {list(rule.moments)}, {precision}")
+    for handle in handles:
+        place = f"param group {handle.group}, position {handle.position}"
+        lines.append(f"place of {handle.name!r}: {place}")
+    return lines
+
+
+def _agree(transport: Transport, lines: Sequence[str]) -> None:
+    """Compare a description over the ranks before anything is changed.
+
+    Raises:
+        ValueError: on all ranks, if any rank's differs: names the first line that does.
+    """
+    if transport.groups.alone:
+        return
+    fingerprint = bytearray(layout.fingerprint(lines))
+    words = torch.frombuffer(fingerprint, dtype=torch.int64).to(transport.device)
+    gathered = transport.all_gather_words(words)
+    if transport.groups.agrees.is_fake or torch.equal(
+        gathered, gathered[:1].expand_as(gathered)
+    ):
+        return
+    raise ValueError(
+        _first_difference(transport.groups.agrees.all_gather_objects(list(lines)))
+    )
+
+
+def _first_difference(described: Sequence[Sequence[str]]) -> str:
+    for rank, lines in enumerate(described):
+        pairs = zip([*lines, "(nothing)"], [*described[0], "(nothing)"], strict=False)
+        for ours, first in pairs:
+            if ours != first:
+                return (
+                    f"the ranks describe different models. Rank {rank} has: {ours}."
+                    f" Rank 0 has: {first}. Every rank must build the same parameters,"
+                    " in the same order, with the same options"
+                )
+    return "the ranks describe different models"

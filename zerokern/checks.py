@@ -240,3 +240,57 @@ def check_precision(
                 f" parameters, and one of shape {tuple(param.shape)} is float16; use"
                 " master='fp32', or cast the model to bfloat16"
             )
+
+
+def check_clipping(max_norm: float | Tensor, norm_type: float) -> None:
+    """Refuse a norm that is not available.
+
+    Raises:
+        ValueError: another norm than 2, or a negative bound.
+    """
+    if norm_type != 2.0:
+        raise ValueError(
+            f"clip_grad_norm_: norm_type {norm_type} is not available; it must be 2.0"
+        )
+    if not isinstance(max_norm, Tensor) and not max_norm >= 0:
+        raise ValueError(
+            f"clip_grad_norm_: max_norm {max_norm} must not be negative or NaN"
+        )
+
+
+def check_loss(loss: Any) -> None:
+    """Refuse what a closure has returned, unless it is a loss.
+
+    Raises:
+        TypeError: it is neither a tensor nor a number.
+    """
+    if not isinstance(loss, Tensor | float | int):
+        raise TypeError(
+            f"the closure returned {type(loss).__name__}; it must return the loss, a"
+            " tensor or a number. Nothing was updated"
+        )
+
+
+def refuse_param_group() -> None:
+    """Refuse a param group that comes after construction.
+
+    Raises:
+        ValueError: always; says the remedy.
+    """
+    raise ValueError(
+        "add_param_group after construction is not available: the flat layout is fixed."
+        " Pass all groups at construction (lr 0 keeps one still), or build a new"
+        " optimizer, which takes the parameters over"
+    )
+
+
+def refuse_scaler() -> None:
+    """Refuse torch's own GradScaler on several ranks.
+
+    Raises:
+        RuntimeError: always; says the remedy.
+    """
+    raise RuntimeError(
+        "torch.amp.GradScaler looks at p.grad, where sharded gradients are not; use"
+        " zerokern.GradScaler, a subclass of it with the same arguments"
+    )

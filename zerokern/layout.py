@@ -121,7 +121,8 @@ class Bucket:
         cut = self.shard(rank)
         pieces = []
         for slot in self.slots:
-            start, end = max(slot.start, cut.start), min(slot.end, cut.stop)
+            start = max(slot.start, cut.start)
+            end = min(slot.end, cut.stop)
             if start < end:
                 pieces.append(
                     Piece(
@@ -137,10 +138,8 @@ class Bucket:
         Block b of the shard is block b + origin of the parameter. The runs cover the
         shard: the padding at the end of a bucket counts as part of its last parameter.
         """
-        first, end = (
-            rank * self.shard_numel // BLOCK,
-            (rank + 1) * self.shard_numel // BLOCK,
-        )
+        first = rank * self.shard_numel // BLOCK
+        end = (rank + 1) * self.shard_numel // BLOCK
         runs = []
         for position, slot in enumerate(self.slots):
             last = position == len(self.slots) - 1

@@ -8,14 +8,15 @@ synchronises with the host. What each computes is written at its twin in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import ModuleType
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from . import config, pretend
-from .kernels import codecs, native, reference, storage
+from .backends import check_backend, implementation
+from .kernels import codecs, storage
 from .kernels.arguments import (
     BLOCK,
     HYPER,
@@ -48,6 +49,9 @@ __all__ = [
     "load_state_",
     "pack_",
     "partials_numel",
+    "prepared_reduce",
+    "prepared_scalars",
+    "prepared_update",
     "reduce_",
     "refresh_master_",
     "scalars_",
@@ -56,21 +60,12 @@ __all__ = [
     "update_",
 ]
 
-empty_master, empty_moment = storage.empty_master, storage.empty_moment
-load_state_, store_state_ = storage.load_state_, storage.store_state_
+empty_master = storage.empty_master
+empty_moment = storage.empty_moment
+load_state_ = storage.load_state_
+store_state_ = storage.store_state_
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def check_backend(tensor: Tensor) -> None:
-    """Refuse a back end that cannot run on this tensor's device, before anything
-    depends on it.
-
-    Raises:
-        ValueError: "triton" on a CPU outside of the interpreter, "native" on a GPU, or
-            an unknown name.
-    """
-    _implementation(tensor, "ZEROKERN_BACKEND", None)
 
 
 def partials_numel(shard_numel: int) -> int:
@@ -106,7 +101,7 @@ def pack_(
         _check_float("pack_", destination, source)
     if destinations:
         _check_device("pack_", *destinations, *sources)
-        _implementation(destinations[0], "pack", backend).pack_(
+        implementation(destinations[0], "pack", backend).pack_(
             destinations, sources, scale
         )
 
@@ -156,8 +151,8 @@ def reduce_(
         )
     _check_device("reduce_", shard, own, received, partials)
     if shard.numel():
-        implementation = _implementation(shard, "reduce", backend)
-        implementation.reduce_(
+        kernels = implementation(shard, "reduce", backend)
+        kernels.reduce_(
             shard,
             own,
             received,
@@ -166,6 +161,15 @@ def reduce_(
             scale=scale,
             accumulate=accumulate,
         )
+
+
+def prepared_reduce(
+    partials: Tensor, *, rank: int, scale: float
+) -> Callable[..., None]:
+    """Return `reduce_` for one bucket, without its checks: a function of shard, own,
+    received and `accumulate`. The back end is chosen now."""
+    kernel = implementation(partials, "reduce", None).reduce_
+    return functools.partial(kernel, partials=partials, rank=rank, scale=scale)
 
 
 def scalars_(
@@ -215,7 +219,7 @@ def scalars_(
         gathered,
         limits,
     )
-    _implementation(table, "scalars", backend).scalars_(
+    implementation(table, "scalars", backend).scalars_(
         table,
         keys,
         steps,
@@ -226,6 +230,30 @@ def scalars_(
         seeds=seeds,
         gathered=gathered,
         limits=limits,
+    )
+
+
+def prepared_scalars(
+    table: Tensor,
+    keys: Tensor,
+    steps: Tensor,
+    report: Tensor,
+    *,
+    rule: Rule,
+    group_of_column: Tensor,
+    seeds: Tensor,
+) -> Callable[..., None]:
+    """Return `scalars_` for one optimizer, without its checks: a function of `hyper`,
+    `gathered` and `limits`. The back end is chosen now."""
+    return functools.partial(
+        implementation(table, "scalars", None).scalars_,
+        table,
+        keys,
+        steps,
+        report,
+        rule=rule,
+        group_of_column=group_of_column,
+        seeds=seeds,
     )
 
 
@@ -247,32 +275,55 @@ def update_(
             the rule does not have.
         TypeError: a storage format that the kernels do not know.
     """
-    moments = [moment for moment in shard.moments if moment is not None]
-    _check_flat(
-        "update_", shard.param, *([] if shard.master is None else [shard.master]), grad
-    )
-    _check_flat("update_", shard.param, *(moment.values for moment in moments))
-    check_states(rule, shard)
-    _check_float("update_", shard.param, grad)
-    if columns.block_column.numel() * BLOCK != shard.param.numel():
-        raise ValueError(
-            f"update_: {columns.block_column.numel()} blocks of {BLOCK} do not make"
-            f" {shard.param.numel()} elements; pad the shard"
-        )
-    _check_device(
-        "update_",
-        *shard.tensors(),
-        grad,
-        table,
-        keys,
-        columns.block_column,
-        columns.origin,
-    )
+    _check_update(shard, grad, rule, table, keys, columns)
     if shard.param.numel():
-        implementation = _implementation(shard.param, "update", backend)
-        implementation.update_(
+        kernels = implementation(shard.param, "update", backend)
+        kernels.update_(
             shard, grad, rule=rule, table=table, keys=keys, columns=columns, l2=l2
         )
+
+
+def prepared_update(
+    shard: Shard, *, rule: Rule, table: Tensor, keys: Tensor, columns: ColumnMap
+) -> Callable[..., None]:
+    """Return `update_` for one bucket, checked now: a function of the gradient, which
+    has the size of the shard, and `l2`. The back end is chosen now.
+
+    Raises:
+        ValueError, TypeError: as of `update_`.
+    """
+    _check_update(shard, shard.param, rule, table, keys, columns)
+    return functools.partial(
+        implementation(shard.param, "update", None).update_,
+        shard,
+        rule=rule,
+        table=table,
+        keys=keys,
+        columns=columns,
+    )
+
+
+def _check_update(
+    shard: Shard,
+    grad: Tensor,
+    rule: Rule,
+    table: Tensor,
+    keys: Tensor,
+    columns: ColumnMap,
+) -> None:
+    masters = [] if shard.master is None else [shard.master]
+    moments = [moment.values for moment in shard.moments if moment is not None]
+    _check_flat("update_", shard.param, *masters, grad, *moments)
+    check_states(rule, shard)
+    _check_float("update_", shard.param, grad)
+    blocks = columns.block_column.numel()
+    if blocks * BLOCK != shard.param.numel():
+        raise ValueError(
+            f"update_: {blocks} blocks of {BLOCK} do not make"
+            f" {shard.param.numel()} elements; pad the shard"
+        )
+    maps = columns.block_column, columns.origin
+    _check_device("update_", *shard.tensors(), grad, table, keys, *maps)
 
 
 def refresh_master_(shard: Shard) -> None:
@@ -308,47 +359,7 @@ def cast_(
     _check_float("cast_", out, source)
     _check_device("cast_", out, source)
     if out.numel():
-        _implementation(out, "cast", backend).cast_(out, source)
-
-
-def _implementation(
-    tensor: Tensor, name: str, backend: config.Backend | None
-) -> ModuleType:
-    """Return the module whose functions will run: a Triton kernel's launcher or the
-    reference."""
-    if pretend.is_fake(tensor):
-        return pretend
-    choice = backend or config.backend()
-    if choice == "auto":
-        choice = "triton" if tensor.is_cuda else "native"
-    if choice == "native":
-        if tensor.is_cuda:
-            raise ValueError(
-                f"{name}: backend 'native' was given a tensor on {tensor.device}; it"
-                " runs on the CPU: use 'triton'"
-            )
-        return (
-            native if name in ("update", "reduce") and native.available() else reference
-        )
-    if choice == "torch":
-        return reference
-    # Importing Triton takes a second: only where it is used.
-    from .kernels import cast, launch, pack, reduce, scalars, update
-
-    if not tensor.is_cuda and not launch.INTERPRETED:
-        raise ValueError(
-            f"{name}: backend 'triton' was given a tensor on {tensor.device}; Triton"
-            " runs on GPUs: use backend 'torch', or set TRITON_INTERPRET=1 before"
-            " Python starts, for Triton's interpreter"
-        )
-    modules: dict[str, ModuleType] = {
-        "cast": cast,
-        "pack": pack,
-        "reduce": reduce,
-        "scalars": scalars,
-        "update": update,
-    }
-    return modules.get(name, launch)
+        implementation(out, "cast", backend).cast_(out, source)
 
 
 def _check_flat(name: str, *tensors: Tensor) -> None:

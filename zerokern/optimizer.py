@@ -4,16 +4,20 @@ else."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 
 from . import rules
-from .config import Buckets, Precision
-from .sharded import ShardedOptimizer
+from .options import Options
+from .sharded_optimizer import ShardedOptimizer
+
+if sys.version_info >= (3, 11):
+    from typing import Unpack
+else:
+    from typing_extensions import Unpack
 
 
 class Adam(ShardedOptimizer):
@@ -43,19 +47,7 @@ class Adam(ShardedOptimizer):
             fused and never synchronises.
         differentiable: not available: True is refused.
         decoupled_weight_decay: decay the parameter and not its gradient.
-        stage: 1 shards optimizer state, 2 gradients too, 3 parameters too.
-        model: the module whose parameters these are. Stage 3 needs it, to gather units
-            before their forward.
-        process_group: ranks to shard over; default: the default group, if there is one.
-        mesh: a 1-d DeviceMesh, instead of process_group.
-        precision: formats of master weights, moments and gradients; dtype on the wire.
-        buckets: sizes, overlap, units.
-        max_grad_norm: clip the total gradient norm at every step; costs no pass of its
-            own.
-        init: gives a model that was built on the meta device its values, and needs
-            `model`; in stage 3 one unit at a time. A function of a module, called for
-            each, children first; or a mapping from names to tensors, or an open
-            safetensors file. Default: each module's reset_parameters().
+        options: stage, model, process_group and the rest of `zerokern.Options`.
 
     Raises:
         ValueError: a bad option or parameter; on all ranks, if these disagree about the
@@ -78,14 +70,7 @@ class Adam(ShardedOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        stage: int = 1,
-        model: nn.Module | None = None,
-        process_group: ProcessGroup | None = None,
-        mesh: DeviceMesh | None = None,
-        precision: Precision | None = None,
-        buckets: Buckets | None = None,
-        max_grad_norm: float | None = None,
-        init: Callable[[nn.Module], Any] | Any | None = None,
+        **options: Unpack[Options],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -100,19 +85,7 @@ class Adam(ShardedOptimizer):
             "fused": fused,
             "decoupled_weight_decay": decoupled_weight_decay,
         }
-        super().__init__(
-            params,
-            defaults,
-            rules.adam,
-            stage=stage,
-            model=model,
-            process_group=process_group,
-            mesh=mesh,
-            precision=precision,
-            buckets=buckets,
-            max_grad_norm=max_grad_norm,
-            init=init,
-        )
+        super().__init__(params, defaults, rules.adam, **options)
 
 
 class AdamW(Adam):
@@ -140,14 +113,7 @@ class AdamW(Adam):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        stage: int = 1,
-        model: nn.Module | None = None,
-        process_group: ProcessGroup | None = None,
-        mesh: DeviceMesh | None = None,
-        precision: Precision | None = None,
-        buckets: Buckets | None = None,
-        max_grad_norm: float | None = None,
-        init: Callable[[nn.Module], Any] | Any | None = None,
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(
             params,
@@ -162,14 +128,7 @@ class AdamW(Adam):
             differentiable=differentiable,
             fused=fused,
             decoupled_weight_decay=True,
-            stage=stage,
-            model=model,
-            process_group=process_group,
-            mesh=mesh,
-            precision=precision,
-            buckets=buckets,
-            max_grad_norm=max_grad_norm,
-            init=init,
+            **options,
         )
 
 
@@ -185,8 +144,7 @@ class SGD(ShardedOptimizer):
         weight_decay: L2 coefficient.
         nesterov: look ahead by one momentum.
         maximize, foreach, differentiable, fused: as for `Adam`.
-        stage, model, process_group, mesh, precision, buckets, max_grad_norm, init: as
-            for `Adam`.
+        options: as for `Adam`.
 
     Raises:
         ValueError, TypeError: as for `Adam`.
@@ -205,14 +163,7 @@ class SGD(ShardedOptimizer):
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
-        stage: int = 1,
-        model: nn.Module | None = None,
-        process_group: ProcessGroup | None = None,
-        mesh: DeviceMesh | None = None,
-        precision: Precision | None = None,
-        buckets: Buckets | None = None,
-        max_grad_norm: float | None = None,
-        init: Callable[[nn.Module], Any] | Any | None = None,
+        **options: Unpack[Options],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -225,19 +176,7 @@ class SGD(ShardedOptimizer):
             "differentiable": differentiable,
             "fused": fused,
         }
-        super().__init__(
-            params,
-            defaults,
-            rules.sgd,
-            stage=stage,
-            model=model,
-            process_group=process_group,
-            mesh=mesh,
-            precision=precision,
-            buckets=buckets,
-            max_grad_norm=max_grad_norm,
-            init=init,
-        )
+        super().__init__(params, defaults, rules.sgd, **options)
 
 
 class Lion(ShardedOptimizer):
@@ -253,8 +192,7 @@ class Lion(ShardedOptimizer):
         betas: of the interpolation whose sign is the step, and of the moment.
         weight_decay: decoupled decay.
         maximize: ascend instead of descend.
-        stage, model, process_group, mesh, precision, buckets, max_grad_norm, init: as
-            for `Adam`.
+        options: as for `Adam`.
 
     Raises:
         ValueError, TypeError: as for `Adam`.
@@ -268,14 +206,7 @@ class Lion(ShardedOptimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
-        stage: int = 1,
-        model: nn.Module | None = None,
-        process_group: ProcessGroup | None = None,
-        mesh: DeviceMesh | None = None,
-        precision: Precision | None = None,
-        buckets: Buckets | None = None,
-        max_grad_norm: float | None = None,
-        init: Callable[[nn.Module], Any] | Any | None = None,
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(
             params,
@@ -286,12 +217,5 @@ class Lion(ShardedOptimizer):
                 "maximize": maximize,
             },
             rules.lion,
-            stage=stage,
-            model=model,
-            process_group=process_group,
-            mesh=mesh,
-            precision=precision,
-            buckets=buckets,
-            max_grad_norm=max_grad_norm,
-            init=init,
+            **options,
         )

@@ -34,22 +34,22 @@ class Listener(Protocol):
         or of buckets."""
 
 
-_listeners: list[Listener] = []
+LISTENERS: list[Listener] = []
 
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
     """Announce to `listener` inside."""
-    _listeners.append(listener)
+    LISTENERS.append(listener)
     try:
         yield
     finally:
-        _listeners.remove(listener)
+        LISTENERS.remove(listener)
 
 
 def is_rehearsed() -> bool:
     """Return whether somebody listens."""
-    return bool(_listeners)
+    return bool(LISTENERS)
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -70,7 +70,7 @@ class Transfer:
 
     def __init__(self, op: str, group: int, sent: int) -> None:
         self._numbers = [
-            (listener, listener.on_launch(op, group, sent)) for listener in _listeners
+            (listener, listener.on_launch(op, group, sent)) for listener in LISTENERS
         ]
 
     def wait(self) -> bool:
@@ -83,12 +83,12 @@ class Transfer:
 def announce_scratch(change: int, *, gathered: bool) -> None:
     """Tell of scratch memory that was taken, or given back if negative: bytes, of
     gathered units or of buckets."""
-    for listener in _listeners:
+    for listener in LISTENERS:
         listener.on_scratch(change, gathered=gathered)
 
 
 def _announce(name: str, tensors: Sequence[Tensor | None]) -> None:
-    for listener in _listeners:
+    for listener in LISTENERS:
         listener.on_kernel(name, [tensor for tensor in tensors if tensor is not None])
 
 

@@ -1,17 +1,29 @@
-"""What one update rule adds to a sharded optimizer: the states it keeps, and its
-numbers for the scalar table."""
+"""What one update rule adds to a sharded optimizer: the states it keeps, and where its
+numbers for the scalar table come from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from . import ops
 
 Group = Mapping[str, Any]
+
+
+class Entry(NamedTuple):
+    """Where a number of `ops.HYPER` is found in a param group."""
+
+    key: str
+    part: int | None = None
+    """Of the number, where the value is a tuple."""
+
+
+MAXIMIZE = "maximize"
+"""The key that stands for a sign: -1 if it is set, else 1."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +33,22 @@ class UpdateRule:
     kernel: ops.Rule
     moments: Mapping[str, str]
     """The states by their names in torch, and which tensors of a shard they are."""
+    entries: Sequence[Entry | float]
+    """Where the numbers of a param group come from, in the order of `ops.HYPER`; a
+    number is one itself."""
+    fixed: Mapping[str, float] = field(default_factory=dict)
+    """Values that may not change, since there is no state for any other."""
 
-    numbers: Callable[[Group], list[float | Tensor]]
-    """Returns one param group's numbers in the order of ops.HYPER."""
+    def refuse(self, key: str, value: Any) -> None:
+        """Refuse a value that is not the fixed one.
+
+        Raises:
+            ValueError: always; says the value and the remedy.
+        """
+        raise ValueError(
+            f"{key}={value} was set after construction, where no group had any, so"
+            f" there is no buffer for it; build the optimizer with {key}"
+        )
 
 
 def adam(groups: Sequence[Group]) -> UpdateRule:
@@ -32,34 +57,52 @@ def adam(groups: Sequence[Group]) -> UpdateRule:
     Raises:
         ValueError: amsgrad is set in some groups and not in others.
     """
-    amsgrad = _same("amsgrad", [bool(group["amsgrad"]) for group in groups])
     moments = {"exp_avg": "first", "exp_avg_sq": "second"}
-    if amsgrad:
+    if _same("amsgrad", [bool(group["amsgrad"]) for group in groups]):
         moments["max_exp_avg_sq"] = "largest"
-    return UpdateRule("adam", moments, _adam_numbers)
+    entries = (
+        Entry("lr"),
+        Entry("betas", 0),
+        Entry("betas", 1),
+        Entry("eps"),
+        Entry("weight_decay"),
+        Entry(MAXIMIZE),
+        Entry("decoupled_weight_decay"),
+        0.0,
+    )
+    return UpdateRule("adam", moments, entries)
 
 
 def lion(groups: Sequence[Group]) -> UpdateRule:
     """Return the rule of Lion."""
-    return UpdateRule("lion", {"exp_avg": "first"}, _lion_numbers)
+    entries = (
+        Entry("lr"),
+        Entry("betas", 0),
+        Entry("betas", 1),
+        0.0,
+        Entry("weight_decay"),
+        Entry(MAXIMIZE),
+        1.0,
+        0.0,
+    )
+    return UpdateRule("lion", {"exp_avg": "first"}, entries)
 
 
 def sgd(groups: Sequence[Group]) -> UpdateRule:
     """Return the rule of SGD; without momentum in any group there is no state."""
-    has_momentum = any(is_nonzero(group["momentum"]) for group in groups)
-
-    def numbers(group: Group) -> list[float | Tensor]:
-        if is_nonzero(group["momentum"]) and not has_momentum:
-            raise ValueError(
-                f"momentum={group['momentum']} was set after construction, where no"
-                " group had any, so there is no buffer for it; build the optimizer"
-                " with momentum"
-            )
-        return _sgd_numbers(group)
-
-    return UpdateRule(
-        "sgd", {"momentum_buffer": "first"} if has_momentum else {}, numbers
+    entries = (
+        Entry("lr"),
+        Entry("momentum"),
+        Entry("dampening"),
+        0.0,
+        Entry("weight_decay"),
+        Entry(MAXIMIZE),
+        0.0,
+        Entry("nesterov"),
     )
+    if any(is_nonzero(group["momentum"]) for group in groups):
+        return UpdateRule("sgd", {"momentum_buffer": "first"}, entries)
+    return UpdateRule("sgd", {}, entries, fixed={"momentum": 0.0})
 
 
 def is_nonzero(value: float | Tensor) -> bool:
@@ -74,46 +117,3 @@ def _same(name: str, values: Sequence[bool]) -> bool:
             " give all the same"
         )
     return values[0]
-
-
-def _adam_numbers(group: Group) -> list[float | Tensor]:
-    decoupled = float(group["decoupled_weight_decay"])
-    return [
-        group["lr"],
-        *group["betas"],
-        group["eps"],
-        group["weight_decay"],
-        _sign(group),
-        decoupled,
-        0.0,
-    ]
-
-
-def _lion_numbers(group: Group) -> list[float | Tensor]:
-    return [
-        group["lr"],
-        *group["betas"],
-        0.0,
-        group["weight_decay"],
-        _sign(group),
-        1.0,
-        0.0,
-    ]
-
-
-def _sgd_numbers(group: Group) -> list[float | Tensor]:
-    momentum, nesterov = group["momentum"], float(group["nesterov"])
-    return [
-        group["lr"],
-        momentum,
-        group["dampening"],
-        0.0,
-        group["weight_decay"],
-        _sign(group),
-        0.0,
-        nesterov,
-    ]
-
-
-def _sign(group: Group) -> float:
-    return -1.0 if group["maximize"] else 1.0

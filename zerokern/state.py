@@ -9,232 +9,294 @@ stored, and `range` says which elements these are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import ops
-from .buffers import ParameterBucket, view_in
 from .layout import Piece
-from .stages.zero1 import Zero1
+from .sharding.coordinator import Coordinator
+from .sharding.handles import ParamHandle
+from .sharding.parameters import ParameterBucket, view_in
+from .transport import Gather
+
+Entry = Mapping[str, Any]
+"""The state of one parameter."""
 
 
-def torch_layout(zero: Zero1) -> bool:
-    """Return whether the live state is in torch's layout: a world of one that stores
-    everything in fp32."""
-    return zero.comm.world == 1 and all(
-        parameters.is_plain() for parameters in zero.trainable
-    )
+class OptimizerState:
+    """The state that one coordinator keeps, by position of the parameters in the param
+    groups."""
 
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._whole: dict[int, dict[str, Any]] | None = None
+        """All of it, until the next step."""
+        self.is_consolidated = False
+        """Whether that is so here."""
+        self._warned = False
 
-def live_state(zero: Zero1) -> dict[int, dict[str, Any]]:
-    """Return each trainable parameter's state on this rank as views, by index in the
-    layout.
+    def is_plain(self) -> bool:
+        """Return whether the live state is in torch's layout: a world of one that
+        stores everything in fp32."""
+        alone = self._coordinator.transport.groups.alone
+        return alone and all(b.is_plain() for b in self._coordinator.trainable)
 
-    They have the parameter's shape where `torch_layout`; else they are this rank's flat
-    part, perhaps empty.
-    """
-    state: dict[int, dict[str, Any]] = {}
-    alone = torch_layout(zero)
-    for parameters in zero.trainable:
-        stored = parameters.stored()
-        pieces = {
-            piece.param: piece for piece in parameters.bucket.pieces(zero.comm.rank)
-        }
-        whole = (
-            {name: parameters.views_of(tensor) for name, (tensor, _) in stored.items()}
-            if alone
-            else {}
-        )
-        for index, slot in enumerate(parameters.bucket.slots):
-            entry: dict[str, Any] = {
-                "step": zero.scalars.steps[zero.row_of[slot.param]]
+    def live(self) -> dict[int, dict[str, Any]]:
+        """Return each trainable parameter's state on this rank as views.
+
+        They have the parameter's shape where `is_plain`; else they are this rank's flat
+        part, perhaps empty.
+        """
+        state: dict[int, dict[str, Any]] = {}
+        plain = self.is_plain()
+        steps = self._coordinator.updater.steps
+        for bucket in self._coordinator.trainable:
+            stored = bucket.stored()
+            views = {
+                name: bucket.views_of(t) for name, (t, _) in stored.items() if plain
             }
-            piece = pieces.get(slot.param, Piece(slot.param, 0, 0, 0))
-            for name, (tensor, per_entry) in stored.items():
-                entry[name] = (
-                    whole[name][index] if alone else _part(tensor, per_entry, piece)
-                )
-            if not alone:
-                entry["range"] = (piece.offset, piece.offset + piece.numel)
-            state[slot.param] = entry
-    return state
+            for handle in bucket.handles:
+                entry: dict[str, Any] = {"step": steps[handle.column]}
+                piece = bucket.piece_of(handle)
+                for name, (tensor, per_entry) in stored.items():
+                    if plain:
+                        entry[name] = views[name][handle.slot]
+                    else:
+                        entry[name] = _part(tensor, per_entry, piece)
+                if not plain:
+                    entry["range"] = (piece.offset, piece.offset + piece.numel)
+                state[handle.position] = entry
+        return state
+
+    def by_param(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """Return `live` by parameter, in the order of the param groups."""
+        live = self.live()
+        handles = sorted(self._coordinator.handles, key=lambda h: h.position)
+        return {h.param: live[h.position] for h in handles if h.position in live}
+
+    # ---------------------------------------------------------------- out
+
+    def to_save(self, packed: dict[int, Any]) -> dict[int, Any]:
+        """Return what `state_dict()` is to hold, given torch's packing of the live
+        state. Nothing is sent."""
+        alone = self._coordinator.transport.groups.alone
+        if self._whole is not None:
+            return self._whole
+        if alone and not self.is_plain():
+            return self.gather(None)
+        if not alone and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "state_dict() holds this rank's shards only. Save it on every rank, or"
+                " call full_state_dict(), or consolidate_state_dict() on all ranks"
+                " first",
+                stacklevel=4,
+            )
+        return {key: {**e, "step": e["step"].float()} for key, e in packed.items()}
+
+    def gather(self, to: int | None) -> dict[int, dict[str, Any]]:
+        """Gather every parameter's state in torch's layout, bucket by bucket, into host
+        memory. Every rank must call it.
+
+        Args:
+            to: the rank that keeps the result; None: all of them. Other ranks return an
+                empty dict.
+        """
+        transport = self._coordinator.transport
+        keep = to is None or to == transport.groups.shards.rank
+        steps = self._coordinator.updater.steps.cpu()
+        state: dict[int, dict[str, Any]] = {}
+        for bucket in self._coordinator.trainable:
+            layout = bucket.layout
+            for handle in bucket.handles:
+                state[handle.position] = {"step": steps[handle.column].float()}
+            for name, field in bucket.states().items():
+                title = f"{name} {layout.index}"
+                gather = Gather(transport, layout, title, "checkpoint")
+                values = transport.take(layout.shard_numel, torch.float32)
+                ops.load_state_(values, bucket.shard, field)
+                gather.start(values)
+                views = bucket.views_of(gather.wait())
+                for handle, view in zip(bucket.handles, views, strict=True):
+                    if keep:
+                        copy = torch.empty_like(view, device="cpu").copy_(view)
+                        state[handle.position][name] = copy
+                gather.free()
+                transport.give(values)
+        return state if keep else {}
+
+    def consolidate(self, to: int) -> None:
+        """Gather the state to one rank, whose `to_save` has all of it until
+        `forget`."""
+        gathered = self.gather(to)
+        if to == self._coordinator.transport.groups.shards.rank:
+            self._whole = gathered
+            self.is_consolidated = True
+
+    def forget(self) -> None:
+        """What was gathered is out of date."""
+        self._whole = None
+        self.is_consolidated = False
+
+    # ---------------------------------------------------------------- in
+
+    @torch.no_grad()
+    def load_into(
+        self,
+        groups: Sequence[MutableMapping[str, Any]],
+        state_dict: Mapping[str, Any],
+    ) -> None:
+        """Load a state dict, in place.
+
+        Args:
+            groups: torch's param groups, whose options are replaced.
+            state_dict: of torch's layout, or our own.
+
+        Raises:
+            ValueError: it is of another model or another sharding. Nothing was changed.
+        """
+        saved = state_dict["param_groups"]
+        ours_, theirs_ = ([len(g["params"]) for g in gs] for gs in (groups, saved))
+        if ours_ != theirs_:
+            raise ValueError(
+                f"the state has param groups of {theirs_} parameters, this optimizer of"
+                f" {ours_}: it is of another model"
+            )
+        entries = {}
+        for ours, theirs in zip(groups, saved, strict=True):
+            for param, key in zip(ours["params"], theirs["params"], strict=True):
+                handle = self._coordinator.handles.find(param)
+                if handle is not None and key in state_dict["state"]:
+                    entries[handle.position] = state_dict["state"][key]
+        self._check(entries)
+        self._load(entries)
+        for ours, theirs in zip(groups, saved, strict=True):
+            for name, value in theirs.items():
+                if name not in ("params", "param_names"):
+                    ours[name] = value
+
+    def _load(self, state: Mapping[int, Entry]) -> None:
+        """Copy a state into the shards, rounded to their formats; parameters without
+        state start from zero.
+
+        What was saved by this optimizer comes back as the same bits, since its values
+        are exact in fp32. A missing `master` (a checkpoint of torch's own AdamW) is
+        made from the parameter.
+        """
+        steps = self._coordinator.updater.steps
+        transport = self._coordinator.transport
+        for bucket in self._coordinator.trainable:
+            entries = [state.get(handle.position, {}) for handle in bucket.handles]
+            for handle, entry in zip(bucket.handles, entries, strict=True):
+                # Torch's SGD does not count.
+                step = entry.get("step", int(entry.get("momentum_buffer") is not None))
+                if isinstance(step, Tensor):
+                    step = step.to(torch.int64)
+                steps[handle.column] = step
+            # Copies, since a sharded state may be made of views of these very shards.
+            sharded = [_copied(entry) if "range" in entry else {} for entry in entries]
+            for name, field in bucket.states().items():
+                values = transport.take(bucket.layout.shard_numel, torch.float32)
+                _form(values, bucket, name, entries)
+                # Only now, as the entries may be views of the shard.
+                ops.store_state_(bucket.shard, field, values)
+                transport.give(values)
+            _load_sharded(bucket, sharded)
+        self.forget()
+
+    def _check(self, state: Mapping[int, Entry]) -> None:
+        """Refuse a state that does not fit, before anything is changed."""
+        ours = self.live()
+        for bucket in self._coordinator.trainable:
+            for handle in bucket.handles:
+                entry = state.get(handle.position)
+                if entry is None:
+                    continue
+                for name in bucket.moments:
+                    # Torch's SGD has none before its first step.
+                    if name not in entry and name != "momentum_buffer":
+                        raise ValueError(
+                            f"the state of {handle.name!r} has {sorted(entry)} but no"
+                            f" {name!r}: it is of another optimizer"
+                        )
+                if "range" in entry:
+                    _check_sharded(handle, entry, ours[handle.position])
+                else:
+                    _check_full(handle, entry, bucket)
+
+
+def _check_full(handle: ParamHandle, entry: Entry, bucket: ParameterBucket) -> None:
+    shape = tuple(handle.param.shape)
+    for name in bucket.states():
+        if entry.get(name) is not None and tuple(entry[name].shape) != shape:
+            raise ValueError(
+                f"{name!r} of {handle.name!r} has shape {tuple(entry[name].shape)};"
+                f" it must be {shape}: the state is of another model"
+            )
+
+
+def _check_sharded(handle: ParamHandle, entry: Entry, ours: Entry) -> None:
+    if tuple(entry["range"]) != tuple(ours.get("range", ())):
+        raise ValueError(
+            f"the state of {handle.name!r} is a shard of elements"
+            f" {tuple(entry['range'])}, this rank holds"
+            f" {ours.get('range', 'all of it')}: sharded states load at the world size,"
+            " rank and layout they were saved with; save full_state_dict() to load"
+            " anywhere"
+        )
+    for name, tensor in ours.items():
+        if not isinstance(tensor, Tensor) or name == "step":
+            continue
+        theirs = entry.get(name)
+        found = None if theirs is None else (tuple(theirs.shape), theirs.dtype)
+        needed = tuple(tensor.shape), tensor.dtype
+        if found != needed:
+            raise ValueError(
+                f"{name!r} of {handle.name!r} is {found}; it must be {needed}: sharded"
+                " states load into the precision they were saved with; save"
+                " full_state_dict() to load into any"
+            )
 
 
 def _part(tensor: Tensor, per_entry: int, piece: Piece) -> Tensor:
     """Return what a stored tensor, with an entry per `per_entry` elements, has of a
     piece."""
-    return tensor[
-        piece.start // per_entry : -(-(piece.start + piece.numel) // per_entry)
-    ]
+    end = -(-(piece.start + piece.numel) // per_entry)
+    return tensor[piece.start // per_entry : end]
 
 
-def full_state(zero: Zero1, to: int | None) -> dict[int, dict[str, Any]]:
-    """Gather every parameter's state in torch's layout, bucket by bucket, into host
-    memory. Every rank must call it.
-
-    Args:
-        zero: the coordinator.
-        to: the rank that keeps the result; None: all of them. Other ranks return an
-            empty dict.
-    """
-    phase, zero.comm.phase = zero.comm.phase, "checkpoint"
-    keep = to is None or to == zero.comm.rank
-    steps = zero.scalars.steps.cpu()
-    rows = {
-        slot.param: zero.row_of[slot.param]
-        for p in zero.trainable
-        for slot in p.bucket.slots
-    }
-    state: dict[int, dict[str, Any]] = {
-        param: {"step": steps[row].float()} for param, row in rows.items()
-    }
-    for parameters in zero.trainable:
-        for name, field in parameters.states().items():
-            whole = zero.scratch.take(parameters.bucket.numel, torch.float32)
-            ops.load_state_(
-                whole[parameters.bucket.shard(zero.comm.rank)], parameters.shard, field
-            )
-            zero.comm.all_gather(whole, f"{name} {parameters.bucket.index}").wait()
-            if keep:
-                for slot, view in zip(
-                    parameters.bucket.slots, parameters.views_of(whole), strict=True
-                ):
-                    state[slot.param][name] = torch.empty_like(
-                        view, device="cpu"
-                    ).copy_(view)
-            zero.scratch.give(whole)
-    zero.comm.phase = phase
-    return state if keep else {}
+def _copied(entry: Entry) -> Entry:
+    copy = {}
+    for name, value in entry.items():
+        copy[name] = value.clone() if isinstance(value, Tensor) else value
+    return copy
 
 
-def check_state(zero: Zero1, state: Mapping[int, Mapping[str, Any]]) -> None:
-    """Refuse a state that does not fit, before anything is changed.
-
-    Raises:
-        ValueError: names the parameter, what it has and what it needs.
-    """
-    ours = live_state(zero)
-    parameters_of = {slot.param: p for p in zero.trainable for slot in p.bucket.slots}
-    for param, entry in state.items():
-        if param not in ours:
-            continue  # frozen since it was saved: nothing to load into
-        spec, parameters = zero.layout.params[param], parameters_of[param]
-        for name in parameters.moments:
-            # Torch's SGD has none before its first step.
-            if name not in entry and name != "momentum_buffer":
-                raise ValueError(
-                    f"the state of {spec.name!r} has {sorted(entry)} but no {name!r}:"
-                    " it is of another optimizer"
-                )
-        if "range" in entry:
-            _check_sharded(spec.name, entry, ours[param])
-            continue
-        for name in parameters.states():
-            if entry.get(name) is not None and tuple(entry[name].shape) != spec.shape:
-                raise ValueError(
-                    f"{name!r} of {spec.name!r} has shape {tuple(entry[name].shape)};"
-                    f" it must be {spec.shape}: the state is of another model"
-                )
-
-
-def _check_sharded(
-    param: str, entry: Mapping[str, Any], ours: Mapping[str, Any]
+def _form(
+    values: Tensor, bucket: ParameterBucket, name: str, entries: Sequence[Entry]
 ) -> None:
-    if tuple(entry["range"]) != tuple(ours.get("range", ())):
-        raise ValueError(
-            f"the state of {param!r} is a shard of elements {tuple(entry['range'])},"
-            f" this rank holds {ours.get('range', 'all of it')}: sharded states load at"
-            " the world size, rank and layout they were saved with; save"
-            " full_state_dict() to load anywhere"
-        )
-    for name, tensor in ours.items():
-        if isinstance(tensor, Tensor) and name != "step":
-            theirs = entry.get(name)
-            if (
-                theirs is None
-                or theirs.shape != tensor.shape
-                or theirs.dtype != tensor.dtype
-            ):
-                found = None if theirs is None else (tuple(theirs.shape), theirs.dtype)
-                raise ValueError(
-                    f"{name!r} of {param!r} is {found}; it must be"
-                    f" {(tuple(tensor.shape), tensor.dtype)}: sharded states load into"
-                    " the precision they were saved with; save full_state_dict() to"
-                    " load into any"
-                )
+    """Form one state of a bucket's shard in fp32, of what is in full form."""
+    values.copy_(bucket.own) if name == "master" else values.zero_()
+    for handle, entry in zip(bucket.handles, entries, strict=True):
+        piece = bucket.piece_of(handle)
+        value = entry.get(name)
+        if piece.numel and value is not None and "range" not in entry:
+            flat = _in_memory_order(value, bucket.strides[handle.slot])
+            part = flat[piece.offset : piece.offset + piece.numel]
+            values[piece.start : piece.start + piece.numel].copy_(part)
 
 
-def load_state(zero: Zero1, state: Mapping[int, Mapping[str, Any]]) -> None:
-    """Copy a checked state into the shards, rounded to their formats; parameters
-    without state start from zero.
-
-    What was saved by this optimizer comes back as the same bits, since its values are
-    exact in fp32. A missing `master` (a checkpoint of torch's own AdamW) is made from
-    the parameter.
-    """
-    for parameters in zero.trainable:
-        entries = [state.get(slot.param, {}) for slot in parameters.bucket.slots]
-        for slot, entry in zip(parameters.bucket.slots, entries, strict=True):
-            momentum = entry.get("momentum_buffer")
-            # Torch's SGD does not count.
-            step = entry.get("step", 0 if momentum is None else 1)
-            zero.scalars.steps[zero.row_of[slot.param]] = (
-                step if not isinstance(step, Tensor) else step.to(torch.int64)
-            )
-        # Copies, since a sharded state may be made of views of these very shards.
-        sharded = [
-            (
-                {
-                    name: value.clone() if isinstance(value, Tensor) else value
-                    for name, value in entry.items()
-                }
-                if "range" in entry
-                else {}
-            )
-            for entry in entries
-        ]
-        for name, field in parameters.states().items():
-            _load_full(parameters, name, field, entries, zero)
-        _load_sharded(parameters, sharded, zero.comm.rank)
-
-
-def _load_full(
-    parameters: ParameterBucket,
-    name: str,
-    field: str,
-    entries: Sequence[Mapping[str, Any]],
-    zero: Zero1,
-) -> None:
-    """Form one state of a bucket's shard in fp32, and store it. Only then, as the
-    entries may be views of the shard."""
-    values = zero.scratch.take(parameters.bucket.shard_numel, torch.float32)
-    values.copy_(parameters.own) if field == "master" else values.zero_()
-    pieces = {piece.param: piece for piece in parameters.bucket.pieces(zero.comm.rank)}
-    for slot, stride, entry in zip(
-        parameters.bucket.slots, parameters.strides, entries, strict=True
-    ):
-        piece, value = pieces.get(slot.param), entry.get(name)
-        if piece is not None and value is not None and "range" not in entry:
-            flat = _in_memory_order(value, stride)[
-                piece.offset : piece.offset + piece.numel
-            ]
-            values[piece.start : piece.start + piece.numel].copy_(flat)
-    ops.store_state_(parameters.shard, field, values)
-    zero.scratch.give(values)
-
-
-def _load_sharded(
-    parameters: ParameterBucket, entries: Sequence[Mapping[str, Any]], rank: int
-) -> None:
+def _load_sharded(bucket: ParameterBucket, entries: Sequence[Entry]) -> None:
     """Copy what is of sharded form, as it is stored."""
-    pieces = {piece.param: piece for piece in parameters.bucket.pieces(rank)}
-    for slot, entry in zip(parameters.bucket.slots, entries, strict=True):
-        if slot.param in pieces and "range" in entry:
-            for name, (tensor, per_entry) in parameters.stored().items():
-                _part(tensor, per_entry, pieces[slot.param]).copy_(entry[name])
+    for handle, entry in zip(bucket.handles, entries, strict=True):
+        piece = bucket.piece_of(handle)
+        if piece.numel and "range" in entry:
+            for name, (tensor, per_entry) in bucket.stored().items():
+                _part(tensor, per_entry, piece).copy_(entry[name])
 
 
 def _in_memory_order(value: Tensor, stride: Sequence[int]) -> Tensor:

@@ -36,7 +36,9 @@ class Lines(Progress):
 
     def start(self, name: str, steps: int) -> None:
         """Begin to show the run `name`."""
-        self.name, self.steps, self.done = name, steps, 0
+        self.name = name
+        self.steps = steps
+        self.done = 0
 
     def advance(self, loss: float, tokens_per_second: float) -> None:
         """Print a line for the first step, the last one, and every tenth of the run."""

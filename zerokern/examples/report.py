@@ -108,11 +108,9 @@ class Report:
         """Write results.json, table.md and, where matplotlib is installed, plot.png;
         return their paths."""
         folder.mkdir(parents=True, exist_ok=True)
-        results, table, plot = (
-            folder / "results.json",
-            folder / "table.md",
-            folder / "plot.png",
-        )
+        results = folder / "results.json"
+        table = folder / "table.md"
+        plot = folder / "plot.png"
         content = {"largest_loss_difference": self.largest_difference(), **asdict(self)}
         results.write_text(json.dumps(content, indent=1) + "\n")
         table.write_text(self.markdown())

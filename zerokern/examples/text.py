@@ -29,7 +29,8 @@ class Text:
         every_byte = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         cut = len(content) * 9 // 10
         self.window = window
-        self.training, self.validation = every_byte[:cut], every_byte[cut:]
+        self.training = every_byte[:cut]
+        self.validation = every_byte[cut:]
 
     @classmethod
     def read(cls, path: Path | None, *, window: int) -> Text:

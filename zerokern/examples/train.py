@@ -75,7 +75,8 @@ def run_rank(options: Options) -> None:
 
 def compare(options: Options) -> None:
     """Make the runs one after the other; on rank 0, print and write what they found."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     device = torch.device("cpu")
     if options.on_gpu:
         device = torch.device("cuda", dist.get_node_local_rank())
@@ -90,7 +91,8 @@ def compare(options: Options) -> None:
             f" {text.context} bytes",
             flush=True,
         )
-    runs, sample = [], b""
+    runs = []
+    sample = b""
     with progress_for(rank) as progress:
         for stage in (0, *options.stages):
             if stage or rank == 0:

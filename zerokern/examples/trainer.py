@@ -52,7 +52,10 @@ class Trainer:
     def __init__(
         self, options: Options, text: Text, device: torch.device, *, stage: int
     ) -> None:
-        self.options, self.text, self.device, self.stage = options, text, device, stage
+        self.options = options
+        self.text = text
+        self.device = device
+        self.stage = stage
         self.rank, self.world = (
             (dist.get_rank(), dist.get_world_size()) if stage else (0, 1)
         )
@@ -80,8 +83,10 @@ class Trainer:
     def run(self, progress: Progress) -> Run:
         """Train, validate, and return what was measured."""
         name = f"ZeRO-{self.stage}" if self.stage else "plain AdamW"
-        steps, tokens = self.options.steps, self.options.batch * self.text.context
-        losses, seconds = [], []
+        steps = self.options.steps
+        tokens = self.options.batch * self.text.context
+        losses = []
+        seconds = []
         if isinstance(self.optimizer, AdamW):
             # The exchanges of construction are not part of a step.
             self.optimizer.comm_log(clear=True)

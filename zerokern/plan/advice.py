@@ -74,7 +74,8 @@ def _alike(a: Forecast, b: Forecast) -> bool:
 def _about_the_wire(
     chosen: Forecast, room: int, late: Callable[[Way], Forecast] | None
 ) -> list[str]:
-    timing, machine = chosen.timing(), chosen.setting.machine
+    timing = chosen.timing()
+    machine = chosen.setting.machine
     if chosen.peak is None or timing.exposed < EXPOSED * timing.step:
         return []
     found = [

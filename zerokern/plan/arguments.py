@@ -34,8 +34,10 @@ def _quantity(parse: Callable[[str], T]) -> Callable[[str], T]:
     return read
 
 
-COUNT, SIZE = _quantity(quantities.count), _quantity(quantities.size)
-BANDWIDTH, RATE = _quantity(quantities.bandwidth), _quantity(quantities.rate)
+COUNT = _quantity(quantities.count)
+SIZE = _quantity(quantities.size)
+BANDWIDTH = _quantity(quantities.bandwidth)
+RATE = _quantity(quantities.rate)
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:

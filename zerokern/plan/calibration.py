@@ -159,7 +159,8 @@ def _quartile(steps_of_ranks: Sequence[Sequence[float]]) -> float:
 
 
 def _steps(job: Job, device: str, group: dist.ProcessGroup) -> list[float]:
-    model, text = job.model().to(device), job.text().to(device)
+    model = job.model().to(device)
+    text = job.text().to(device)
     optimizer = AdamW(
         model.parameters(),
         lr=1e-3,

@@ -13,12 +13,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..buffers import Memory
-from ..comm import Call
+from ..comm_log import Call
 from ..config import Buckets, Precision
 from ..layout import BLOCK
+from ..memory import Memory
 from ..optimizer import AdamW
-from ..stages.units import ROOT, unit_modules
+from ..sharding.units import ROOT, unit_modules
 from .ledger import Peak
 from .machine import Machine
 from .rehearsal import Rehearsal, Trace, Work
@@ -211,14 +211,15 @@ def _forward(model: nn.Module, loss: Loss) -> Tensor:
 
 
 def _padding(optimizer: AdamW) -> int:
-    layout, memory = optimizer._coordinator().layout, optimizer.memory()
+    layout = optimizer.coordinator.layout
+    memory = optimizer.memory()
     return round(
         (memory.total - memory.tables) * (1 - layout.numel / layout.padded_numel)
     )
 
 
 def _largest_unit(optimizer: AdamW) -> int:
-    buckets = optimizer._coordinator().layout.buckets
+    buckets = optimizer.coordinator.layout.buckets
     by_unit: Counter[str] = Counter()
     for bucket in buckets:
         by_unit[bucket.unit or str(bucket.index)] += (

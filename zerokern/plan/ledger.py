@@ -58,7 +58,8 @@ class Ledger(TorchDispatchMode):
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
-        self.gathered, self.buckets = 0, 0
+        self.gathered = 0
+        self.buckets = 0
         """Of these, scratch memory of zerokern."""
         self.peak = Peak()
         self.outside = "forward"
@@ -118,9 +119,21 @@ class Ledger(TorchDispatchMode):
             weakref.finalize(storage, self._died, key).atexit = False
             self._set(key, storage.nbytes())
 
+    def enter(self, phase: str) -> None:
+        """Say what is going on from now on, while no backward pass is."""
+        self.outside = phase
+
+    def note_scratch(self, change: int, *, gathered: bool) -> None:
+        """Count scratch memory of zerokern: bytes taken, or given back if negative."""
+        if gathered:
+            self.gathered += change
+        else:
+            self.buckets += change
+
     def reset_peak(self) -> None:
         """Look for the peak from now on."""
-        self.peak, self._noted = Peak(), 0
+        self.peak = Peak()
+        self._noted = 0
         self._check_peak("")
 
     def _set(self, key: int, size: int) -> None:
@@ -132,13 +145,13 @@ class Ledger(TorchDispatchMode):
         self._check_peak(maker)
 
     def _check_peak(self, maker: str) -> None:
-        if self.live > self.peak.bytes:
-            self.peak = Peak(
-                self.live, self.gathered, self.buckets, maker, self.peak.holders
-            )
-            if self.live > self._noted * NOTED:
-                self._noted = self.live
-                self.peak.holders = self.holders()
+        if self.live <= self.peak.bytes:
+            return
+        holders = self.peak.holders
+        if self.live > self._noted * NOTED:
+            self._noted = self.live
+            holders = self.holders()
+        self.peak = Peak(self.live, self.gathered, self.buckets, maker, holders)
 
     def holders(self) -> dict[str, int]:
         """Return the live bytes by what made them, largest first."""

@@ -54,7 +54,8 @@ def fit(observed: Sequence[tuple[Trace, int, float]], machine: Machine) -> Machi
     costs = solve(slopes, measured)
     gained = math.inf
     while gained > GAIN:
-        before, predicted = missed(costs), seconds(costs)
+        before = missed(costs)
+        predicted = seconds(costs)
         slopes = torch.stack(
             [
                 (seconds(costs + d * unit) - predicted) / d

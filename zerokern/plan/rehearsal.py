@@ -44,6 +44,12 @@ class Work:
     products are bound by FLOPs."""
     operations: int = 0
 
+    def add(self, *, flops: int = 0, bytes: int = 0) -> None:
+        """Count one more operation."""
+        self.operations += 1
+        self.flops += flops
+        self.bytes += bytes
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -134,7 +140,8 @@ class Rehearsal:
             raise ValueError(
                 f"rank {rank} of a world of {world}: it must be from 0 to {world - 1}"
             )
-        self.world, self.rank = world, rank
+        self.world = world
+        self.rank = rank
         self.trace = Trace()
         self.ledger = Ledger(self._on_operation)
         self._launched = 0
@@ -173,7 +180,7 @@ class Rehearsal:
         self._stack.close()
 
     def _begin(self, phase: str) -> None:
-        self.ledger.outside = phase
+        self.ledger.enter(phase)
 
     def record(self) -> Trace:
         """Return what was done since the last call."""
@@ -188,22 +195,17 @@ class Rehearsal:
         if not _takes_time(func, out):
             return
         work = self.trace.work(self.ledger.phase)
-        work.operations += 1
         count = FLOPS.get(func._overloadpacket)
         if count is not None:
-            work.flops += count(*args, **kwargs, out_val=out)
-        else:
-            work.bytes += sum(
-                t.nbytes
-                for t in tree_leaves((args, kwargs, out))
-                if isinstance(t, Tensor)
-            )
+            work.add(flops=count(*args, **kwargs, out_val=out))
+            return
+        values = tree_leaves((args, kwargs, out))
+        work.add(bytes=sum(t.nbytes for t in values if isinstance(t, Tensor)))
 
     def on_kernel(self, name: str, tensors: Sequence[Tensor]) -> None:
         """Record a kernel of ours."""
         work = self.trace.work(self.ledger.phase)
-        work.operations += 1
-        work.bytes += sum(tensor.nbytes for tensor in tensors)
+        work.add(bytes=sum(tensor.nbytes for tensor in tensors))
 
     def on_launch(self, op: str, group: int, sent: int) -> int:
         """Record the start of a collective."""
@@ -217,10 +219,7 @@ class Rehearsal:
 
     def on_scratch(self, change: int, *, gathered: bool) -> None:
         """Record scratch memory."""
-        if gathered:
-            self.ledger.gathered += change
-        else:
-            self.ledger.buckets += change
+        self.ledger.note_scratch(change, gathered=gathered)
 
 
 def _takes_time(func: Any, out: Any) -> bool:

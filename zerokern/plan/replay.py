@@ -3,25 +3,25 @@ waits join them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from .machine import Machine
 from .rehearsal import Launch, Trace, Wait, Work
 
 
-@dataclass
+@dataclass(frozen=True)
 class Timing:
     """Seconds of one step."""
 
-    step: float = 0.0
-    compute: float = 0.0
-    wire: float = 0.0
+    step: float
+    compute: float
+    wire: float
     """Transfers, end to end."""
-    exposed: float = 0.0
+    exposed: float
     """Of these, what the rank waited for with nothing to compute."""
-    inside: float = 0.0
+    inside: float
     """Bytes that a rank sends inside of its node."""
-    across: float = 0.0
+    across: float
     """Bytes that it sends to other nodes."""
 
 
@@ -48,52 +48,66 @@ def replay(trace: Trace, machine: Machine, world: int) -> Timing:
         isinstance(event, Wait) and event.number not in started
         for event in trace.events
     )
-    before = _Clock()
-    if carries:
-        _run(trace, machine, world, before)
-        before = _Clock(
-            wire_free=before.wire_free - before.now,
-            done={
-                number - len(started): at - before.now
-                for number, at in before.done.items()
-            },
+    before = _Run(trace, machine, world) if carries else None
+    return _Run(trace, machine, world, before).timing()
+
+
+class _Run:
+    """One pass through a trace. Seconds are counted from its begin."""
+
+    def __init__(
+        self, trace: Trace, machine: Machine, world: int, before: _Run | None = None
+    ) -> None:
+        self._machine = machine
+        self._world = world
+        ranks = min(world, machine.per_node)
+        self._shares = machine.cores is not None and ranks >= machine.cores
+        self._launched = 0
+        self._now = self._wire_free = 0.0
+        self._done: dict[int, float] = {}
+        """When each collective is done, by number."""
+        self._compute = self._wire = self._exposed = self._inside = self._across = 0.0
+        if before is not None:
+            self._wire_free = before._wire_free - before._now
+            for number, at in before._done.items():
+                self._done[number - before._launched] = at - before._now
+        for event in trace.events:
+            if isinstance(event, Work):
+                self._work(machine.seconds(event, world))
+            elif isinstance(event, Launch):
+                self._launch(event)
+            elif isinstance(event, Wait):
+                self._wait(event)
+
+    def _work(self, seconds: float) -> None:
+        self._now += seconds
+        self._compute += seconds
+
+    def _launch(self, event: Launch) -> None:
+        inside, across = self._machine.split(event, self._world)
+        self._inside += inside
+        self._across += across
+        seconds = self._machine.transfer(event, self._world)
+        if self._shares:
+            copying, seconds = self._machine.copying(event, self._world)
+            self._work(copying)
+        self._wire += seconds
+        self._wire_free = max(self._now, self._wire_free) + seconds
+        self._done[event.number] = self._wire_free
+        self._launched += 1
+
+    def _wait(self, event: Wait) -> None:
+        late = max(0.0, self._done.get(event.number, self._now) - self._now)
+        self._exposed += late
+        self._now += late
+
+    def timing(self) -> Timing:
+        """Return what was counted."""
+        return Timing(
+            self._now,
+            self._compute,
+            self._wire,
+            self._exposed,
+            self._inside,
+            self._across,
         )
-    return _run(trace, machine, world, before)
-
-
-@dataclass
-class _Clock:
-    """Seconds since a step began, or before it."""
-
-    now: float = 0.0
-    wire_free: float = 0.0
-    done: dict[int, float] = field(default_factory=dict)
-    """When each collective is done, by number."""
-
-
-def _run(trace: Trace, machine: Machine, world: int, clock: _Clock) -> Timing:
-    timing = Timing()
-    shared = machine.cores is not None and min(world, machine.per_node) >= machine.cores
-    for event in trace.events:
-        if isinstance(event, Work):
-            seconds = machine.seconds(event, world)
-            clock.now += seconds
-            timing.compute += seconds
-        elif isinstance(event, Launch):
-            inside, across = machine.split(event, world)
-            timing.inside += inside
-            timing.across += across
-            seconds = machine.transfer(event, world)
-            if shared:
-                copying, seconds = machine.copying(event, world)
-                clock.now += copying
-                timing.compute += copying
-            timing.wire += seconds
-            clock.wire_free = max(clock.now, clock.wire_free) + seconds
-            clock.done[event.number] = clock.wire_free
-        elif isinstance(event, Wait):
-            late = max(0.0, clock.done.get(event.number, clock.now) - clock.now)
-            timing.exposed += late
-            clock.now += late
-    timing.step = clock.now
-    return timing

@@ -30,10 +30,8 @@ def parts_of(forecast: Forecast) -> dict[str, int]:
     """Return the bytes at the peak by role."""
     parts = {role: getattr(forecast.memory, role) for role in ROLES}
     if forecast.peak is not None:
-        parts["gathered units"], parts["buckets"] = (
-            forecast.peak.gathered,
-            forecast.peak.buckets,
-        )
+        parts["gathered units"] = forecast.peak.gathered
+        parts["buckets"] = forecast.peak.buckets
         parts["activations"] = max(0, forecast.peak.bytes - sum(parts.values()))
     else:
         parts["others"] = forecast.others

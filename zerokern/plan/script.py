@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
-from ..buffers import Memory
-from ..comm import Call
-from ..observable import ObservableOptimizer
+from ..comm_log import Call
+from ..memory import Memory
+from ..sharded_optimizer import ShardedOptimizer
 from .ledger import Peak
 from .rehearsal import Rehearsal, Trace
 
@@ -113,7 +113,8 @@ class _Steps:
         self.optimizers: list[Optimizer] = []
         self.done = 0
         """Steps of the first optimizer."""
-        self._rehearsal, self._wanted = rehearsal, wanted
+        self._rehearsal = rehearsal
+        self._wanted = wanted
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if all(optimizer is not known for known in self.optimizers):
@@ -126,7 +127,7 @@ class _Steps:
 
 def _outcome(rehearsal: Rehearsal, steps: _Steps) -> Outcome:
     groups = [group for o in steps.optimizers for group in o.param_groups]
-    ours = [o for o in steps.optimizers if isinstance(o, ObservableOptimizer)]
+    ours = [o for o in steps.optimizers if isinstance(o, ShardedOptimizer)]
     ledger = rehearsal.ledger
     return Outcome(
         rank=rehearsal.rank,

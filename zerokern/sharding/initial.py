@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import swap_tensors
 
-from ..comm import Comm
+from ..transport import Transport
 
 
 class Initial:
@@ -37,7 +37,9 @@ class Initial:
             ValueError: a module cannot initialise itself, or the mapping lacks a
                 tensor. Nothing was made.
         """
-        self.model, self.init, self.device = model, init, device
+        self.model = model
+        self.init = init
+        self.device = device
         self._made: set[int] = set()
         self._initialised: set[int] = set()
         self._visited: set[str] = set()
@@ -169,20 +171,22 @@ def _meta_buffers(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def make_equal(members: Mapping[str, Sequence[nn.Parameter]], comm: Comm) -> None:
+def make_equal(
+    members: Mapping[str, Sequence[nn.Parameter]], transport: Transport
+) -> None:
     """Give every rank the initial values of rank 0, as DDP does; what is equal already
     is not sent.
 
     Args:
         members: parameters by bucket, under a name for the log.
-        comm: the group.
+        transport: between the ranks.
     """
-    if comm.world == 1 or not members:
+    if transport.groups.alone or not members:
         return
     with torch.no_grad():
         sums = torch.stack([checksum(p) for chosen in members.values() for p in chosen])
-        gathered = comm.all_gather_words(sums)
-        if comm.pretends:
+        gathered = transport.all_gather_words(sums)
+        if transport.groups.agrees.is_fake:
             return
         for rank, theirs in enumerate(gathered):
             if not torch.equal(theirs, gathered[0]) and torch.equal(
@@ -202,7 +206,7 @@ def make_equal(members: Mapping[str, Sequence[nn.Parameter]], comm: Comm) -> Non
             if (of_ranks != of_ranks[0]).any():
                 for param in chosen:
                     value = param.detach().contiguous()
-                    comm.broadcast(value, name)
+                    transport.broadcast(value, name)
                     param.copy_(value)
 
 

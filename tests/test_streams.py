@@ -3,6 +3,8 @@ streams that only take notes."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from zerokern.buffers import Scratch
-from zerokern.lane import Lane
-from zerokern.stages.exchange import Exchange
+from zerokern.groups import Group, Groups
+from zerokern.layout import Bucket, Slot
+from zerokern.streams import SideStream
+from zerokern.transport import Reduce, Transport
 
 
 class Notes:
@@ -62,29 +65,23 @@ class Work:
         self.notes.tell(f"wait for {self.name}")
 
 
-class Comm:
-    """Two ranks; collectives only take notes."""
+class TwoRanks(Transport):
+    """A rank of two whose collectives only take notes."""
 
-    world = 2
-
-    def __init__(self, notes: Notes) -> None:
+    def __init__(self, notes: Notes, device: torch.device) -> None:
+        group = Group(None)
+        group.size, group.global_ranks, group.others = 2, [0, 1], [1]
+        super().__init__(Groups(group, group, group), torch.device("cpu"))
         self.notes = notes
+        self.side = SideStream(device)
 
-    def exchange(self, buffer: Tensor, received: Tensor, unit: str) -> Work:
-        self.notes.tell(f"send {unit}")
-        return Work(self.notes, unit)
-
-
-class Ledger(Scratch):
-    """Scratch memory that notes what is given back."""
-
-    def __init__(self, notes: Notes) -> None:
-        super().__init__(torch.device("cpu"))
-        self.notes = notes
-
-    def give(self, tensor: Tensor) -> None:
+    def give(self, tensor: Tensor, **options: bool) -> None:
         self.notes.tell("give memory back")
-        super().give(tensor)
+        super().give(tensor, **options)
+
+    def point_to_point(self, name: str, pairs: Any, group: Group) -> list[Any]:
+        self.notes.tell(f"send {name.split()[-1]}")
+        return [Work(self.notes, name.split()[-1])]
 
 
 @pytest.fixture
@@ -107,35 +104,46 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> Notes:
     return taken
 
 
-def _exchange(notes: Notes, lane: Lane, name: str) -> tuple[Exchange, Any]:
-    exchange: Any = Exchange(Comm(notes), Ledger(notes), lane, name)  # type: ignore[arg-type]
+class Noted(Reduce):
+    """A reduction whose sum is noted, and which keeps its memory until then."""
 
-    def reduce(received: Tensor) -> None:
-        notes.tell(f"sum {name}")
+    def __init__(self, transport: TwoRanks, name: str) -> None:
+        bucket = Bucket(0, "", "float32", 4, True, (Slot(0, 0, 128),), 2)
+        super().__init__(transport, bucket, name, torch.zeros(1, dtype=torch.float64))
+        self._kernel = self._sum
+        self._notes = transport.notes
+        self.used: list[weakref.ref[Tensor]] = []
+        """What the sum reads and writes."""
 
-    return exchange, lambda: exchange.start(torch.zeros(128), reduce)
+    def _sum(self, out: Tensor, own: Tensor, received: Tensor, **_: Any) -> None:
+        self._notes.tell(f"sum {self.title}")
+        self.used = [weakref.ref(out), weakref.ref(received)]
+
+
+def _start(reduction: Noted) -> None:
+    accumulated = torch.zeros(64)
+    reduction.start(torch.zeros(128), torch.zeros(64), accumulated)
 
 
 def test_backward_goes_on_while_the_side_waits_for_the_wire(notes: Notes) -> None:
-    lane = Lane(torch.device("cuda", 0))
-    first, start_first = _exchange(notes, lane, "bucket 0")
-    second, start_second = _exchange(notes, lane, "bucket 1")
-    start_first()
+    transport = TwoRanks(notes, torch.device("cuda", 0))
+    first, second = Noted(transport, "first"), Noted(transport, "second")
+    _start(first)
     notes.tell("backward of the next layer")
-    start_second()
+    _start(second)
     first.finish()
     second.finish()
     assert notes.told == [
-        "main: send bucket 0",
+        "main: send 'first'",
         "side: wait for main",
-        "side: wait for bucket 0",
-        "side: sum bucket 0",
+        "side: wait for 'first'",
+        "side: sum first",
         "side: mark 1",
         "main: backward of the next layer",
-        "main: send bucket 1",
+        "main: send 'second'",
         "side: wait for main",
-        "side: wait for bucket 1",
-        "side: sum bucket 1",
+        "side: wait for 'second'",
+        "side: sum second",
         "side: mark 2",
         "main: wait for mark 1",
         "main: give memory back",
@@ -145,27 +153,40 @@ def test_backward_goes_on_while_the_side_waits_for_the_wire(notes: Notes) -> Non
 
 
 def test_a_cpu_waits_when_it_needs_the_sum(notes: Notes) -> None:
-    exchange, start = _exchange(notes, Lane(torch.device("cpu")), "bucket 0")
-    start()
+    reduction = Noted(TwoRanks(notes, torch.device("cpu")), "first")
+    _start(reduction)
     notes.tell("backward of the next layer")
-    exchange.finish()
+    reduction.finish()
     assert notes.told == [
-        "main: send bucket 0",
+        "main: send 'first'",
         "main: backward of the next layer",
-        "main: wait for bucket 0",
-        "main: sum bucket 0",
+        "main: wait for 'first'",
+        "main: sum first",
         "main: give memory back",
     ]
+
+
+def test_memory_lives_until_the_side_has_used_it(notes: Notes) -> None:
+    """What was queued on the side has not run yet: memory that goes back to the main
+    stream's allocator in between is handed on, and the sum is formed of something
+    else."""
+    reduction = Noted(TwoRanks(notes, torch.device("cuda", 0)), "first")
+    _start(reduction)
+    gc.collect()
+    assert all(reference() is not None for reference in reduction.used)
+    reduction.finish()
+    gc.collect()
+    assert all(reference() is None for reference in reduction.used)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_has_a_stream_of_its_own_for_sums() -> None:
-    lane = Lane(torch.device("cuda", torch.cuda.current_device()))
+    side = SideStream(torch.device("cuda", torch.cuda.current_device()))
     values = torch.zeros(2**20, device="cuda")
     torch.cuda._sleep(10**8)
     values.fill_(1.0)
-    with lane.beside():
+    with side.queue():
         total = values.sum()
-    lane.join(lane.mark())
+    side.wait(side.record())
     assert float(total) == 2**20

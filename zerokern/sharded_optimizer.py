@@ -1,0 +1,399 @@
+"""An optimizer as torch knows it, on top of a coordinator: what all update rules
+share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from . import build, checks, owners
+from .comm_log import Call
+from .config import Buckets, Precision
+from .eager import eager
+from .groups import Groups
+from .memory import Memory
+from .observation import Observation
+from .options import signature_of
+from .rules import UpdateRule
+from .sharding.coordinator import Coordinator
+from .sharding.placeholders import without_placeholders
+from .state import OptimizerState
+
+
+class _Parts(NamedTuple):
+    """What a newer optimizer over the same parameters takes away."""
+
+    coordinator: Coordinator
+    state: OptimizerState
+    observation: Observation
+
+
+class ShardedOptimizer(Optimizer):
+    """Base of the optimizers: torch's contract, and the methods beyond it."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.__signature__ = signature_of(cls.__init__)  # type: ignore[attr-defined]
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        rule: Callable[[Sequence[Mapping[str, Any]]], UpdateRule],
+        *,
+        stage: int = 1,
+        model: nn.Module | None = None,
+        process_group: ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
+        precision: Precision | None = None,
+        buckets: Buckets | None = None,
+        max_grad_norm: float | None = None,
+        init: Callable[[nn.Module], Any] | Any | None = None,
+    ) -> None:
+        """Check everything, agree with the other ranks, then shard.
+
+        `rule` makes the update rule of the param groups; the other arguments are those
+        of torch.optim.Optimizer and of `Options`.
+        """
+        buckets = buckets or Buckets()
+        checks.check_options(stage, model, process_group, mesh, max_grad_norm, buckets)
+        self._parts: _Parts | None = None
+        self._is_built = False
+        super().__init__(checks.checked_groups(params), defaults)
+        for group in self.param_groups:
+            checks.check_hyper(group)
+        self.stage, self.max_grad_norm = stage, max_grad_norm
+        blueprint = build.blueprint(
+            self.param_groups,
+            rule(self.param_groups),
+            Groups.over(process_group if mesh is None else mesh.get_group()),
+            stage=stage,
+            model=model,
+            precision=precision or Precision(),
+            buckets=buckets,
+            init=init,
+        )
+        params = [handle.param for handle in blueprint.handles]
+        owners.release(params)
+        coordinator = Coordinator(blueprint, self.param_groups)
+        blueprint.transport.end_construction()
+        owners.claim(params, self)
+        state = OptimizerState(coordinator)
+        self._parts = _Parts(coordinator, state, Observation(coordinator))
+        self._is_built = True
+        self._clip_once: float | Tensor | None = None
+        self._loss_scale: Tensor | None = None
+        self._last_scale: Tensor | None = None
+        """What the coming step divides the gradients by, and the last one did."""
+        # From the first moment on: an empty state makes DCP take a step.
+        for param, views in state.by_param().items():
+            self.state[param] = views
+
+    def _live(self) -> _Parts:
+        if self._parts is None:
+            raise RuntimeError(
+                "a newer optimizer has taken these parameters over; use that one"
+            )
+        return self._parts
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """The parts at work, for who looks behind the scenes, such as the planner."""
+        return self._live().coordinator
+
+    def let_go(self) -> None:
+        """Leave the parameters whole, for a newer optimizer. All ranks must call it."""
+        if self._parts is not None:
+            self._parts.coordinator.detach()
+            self._parts = None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, while the optimizer is built.
+
+        Raises:
+            ValueError: the optimizer is built: its layout is fixed. Pass every group at
+                construction.
+        """
+        if getattr(self, "_is_built", False):
+            checks.refuse_param_group()
+        super().add_param_group(param_group)
+
+    @eager
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Reduce what is not reduced yet, update this rank's shards, make parameters
+        whole again (stages 1 and 2).
+
+        A step whose gradients are not finite, on any rank, changes nothing on all of
+        them and is counted (`skipped_steps`).
+
+        Args:
+            closure: computes the loss again and returns it; it may call zero_grad and
+                backward.
+
+        Raises:
+            TypeError: the closure does not return a loss.
+            RuntimeError: a newer optimizer has taken over, or a parameter was moved out
+                of its buffer.
+        """
+        coordinator, state, _ = self._parts or self._live()
+        # torch's own scaler leaves its scale here, or None after the user's
+        # scaler.unscale_(optimizer).
+        loss_scale = getattr(self, "grad_scale", self._loss_scale)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            checks.check_loss(loss)
+        if loss_scale is not None:
+            coordinator.refuse_in_backward("a loss scale")
+        changed = coordinator.settle()
+        max_norm: float | Tensor | None = self.max_grad_norm
+        if self._clip_once is not None and not changed:
+            # Gradients that came later are not those that were to be clipped.
+            max_norm = self._clip_once
+        coordinator.step(max_norm, loss_scale)
+        if state.is_consolidated:
+            state.forget()
+        self._last_scale = loss_scale
+        self._clip_once = self._loss_scale = None
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients. `model.zero_grad()` does the same."""
+        with without_placeholders():
+            super().zero_grad(set_to_none)
+        self.coordinator.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state without communicating.
+
+        In a world of one, or after `consolidate_state_dict`, it is in torch's layout,
+        fp32. Else it is this rank's shards as they are stored, labelled by `range`,
+        which load at the same world size, rank and precision only; a warning says so
+        once.
+        """
+        packed = super().state_dict()
+        packed["state"] = self._live().state.to_save(packed["state"])
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load torch's layout or our own, in place, rounded to the formats of this
+        optimizer. Nothing is sent.
+
+        Raises:
+            ValueError: it is of another model or another sharding. Nothing was changed.
+        """
+        state_dict = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        self._live().state.load_into(self.param_groups, state_dict)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def full_state_dict(self, *, to: int | None = None) -> dict[str, Any]:
+        """Gather the state in torch's layout into host memory. All ranks must call it.
+
+        Args:
+            to: the rank that gets it; the others get {}. None: every rank.
+        """
+        parts = self._live()
+        with torch.no_grad():
+            gathered = parts.state.gather(to)
+        if to is not None and to != parts.coordinator.transport.groups.shards.rank:
+            return {}
+        packed = super().state_dict()
+        packed["state"] = gathered
+        return packed
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gather the state so that `state_dict()` on rank `to` returns all of it, until
+        the next step. All ranks must call it.
+
+        Lightning and torch's ZeroRedundancyOptimizer know this name.
+        """
+        with torch.no_grad():
+            self._live().state.consolidate(to)
+
+    @eager
+    def clip_grad_norm_(
+        self, max_norm: float | Tensor, norm_type: float = 2.0
+    ) -> Tensor:
+        """Clip the total gradient norm of the coming step. Call it after the last
+        backward, on all ranks.
+
+        Nothing is multiplied here: the coefficient min(1, max_norm / (norm + 1e-6)) is
+        applied inside the update.
+
+        Args:
+            max_norm: largest norm.
+            norm_type: 2.
+
+        Returns:
+            The norm over all parameters and ranks before clipping: an fp32 0-d tensor
+                on the device, the same everywhere.
+
+        Raises:
+            ValueError: another norm, or a negative bound.
+        """
+        checks.check_clipping(max_norm, norm_type)
+        coordinator = self.coordinator
+        coordinator.refuse_in_backward("clip_grad_norm_")
+        with torch.no_grad():
+            coordinator.settle()
+            self._clip_once = max_norm
+            return coordinator.updater.norm(self._loss_scale).float()
+
+    @eager
+    def unscale_(self, loss_scale: Tensor) -> Tensor:
+        """Divide the coming step's gradients by a loss scale. `zerokern.GradScaler`
+        calls this, on all ranks.
+
+        Nothing is multiplied here: the factor is applied inside the update.
+
+        Args:
+            loss_scale: fp32, one element, on the device; not read by the host.
+
+        Returns:
+            1.0 if a gradient on any rank is not finite, else 0.0: fp32 [1] on the
+                device, the same everywhere.
+        """
+        coordinator = self.coordinator
+        coordinator.refuse_in_backward("a loss scale")
+        with torch.no_grad():
+            coordinator.settle()
+            self._loss_scale = loss_scale
+            return (~coordinator.updater.norm().isfinite()).float().reshape(1)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which backward accumulates locally and sends nothing."""
+        return self.coordinator.reducer.no_sync()
+
+    def full_grad(self, param: nn.Parameter) -> Tensor | None:
+        """Return a parameter's gradient, averaged over the ranks, as a new tensor. All
+        ranks must call it.
+
+        What is not reduced yet is reduced now; training goes on with the same result.
+        Before the step, since after it a gradient still stands for the next one, as in
+        torch, until it is zeroed.
+
+        Args:
+            param: one that this optimizer trains.
+
+        Returns:
+            fp32, in the parameter's shape, before clipping and with any loss scale in
+                it; None if no rank has used it.
+
+        Raises:
+            ValueError: the parameter is of another optimizer, or updates are made in
+                backward.
+        """
+        with torch.no_grad():
+            return self._live().observation.full_grad(param)
+
+    def local_grad(self, param: nn.Parameter) -> Tensor | None:
+        """Return this rank's part of what `full_grad` returns, under the same
+        conditions. Nothing is gathered, but all ranks must call it.
+
+        Returns:
+            1-d view of the shard, perhaps empty, in the dtype of `Precision.gradients`:
+                the elements, in memory order, that `range` in `state_dict()` says. None
+                if no rank has used the parameter.
+        """
+        with torch.no_grad():
+            return self._live().observation.local_grad(param)
+
+    @contextmanager
+    def full_params(self) -> Iterator[None]:
+        """Make every parameter whole, to read, save or edit the model. All ranks must
+        enter it.
+
+        Edits must be the same on all ranks; they are kept, and master weights follow.
+        If the body raises, stage 3 drops them; in stages 1 and 2 the model was edited
+        in place.
+        """
+        with torch.no_grad(), self.coordinator.parameters.full():
+            yield
+
+    def join(self) -> AbstractContextManager[None]:
+        """Return a context for loops, of training or evaluation, in which the ranks
+        have different numbers of batches.
+
+        A rank that has run out goes on taking part until all have, in every stage. The
+        mean stays one over all ranks, as in torch's Join, and gradients are taken to be
+        zeroed after each step. Each collective is announced by a small one, for which
+        the host waits.
+
+        Raises:
+            RuntimeError: on all ranks, if those with batches are about to do different
+                things.
+            ValueError: updates are made in backward.
+        """
+        return self.coordinator.join()
+
+    def register_forward_method(self, module: nn.Module, name: str) -> None:
+        """Let a method other than forward, such as `encode`, use a module's parameters
+        in stage 3.
+
+        It is wrapped on this module object; in stages 1 and 2 nothing needs to be done
+        and nothing is.
+
+        Args:
+            module: the model, or a module in it.
+            name: of the method.
+
+        Raises:
+            ValueError: there is no such method.
+        """
+        self.coordinator.register_forward_method(module, name)
+
+    def metrics(self) -> dict[str, float]:
+        """Return what the last step was like, as plain numbers for a log. The host
+        waits for the device here.
+
+        Returns:
+            step: steps so far. grad_norm: before clipping. clip_coefficient: what the
+                gradients were multiplied with. skipped_steps: so far. loss_scale: of
+                this step. bytes_sent: by this rank since the step before, all
+                collectives. wait_ms: spent waiting for collectives, by the host on a
+                CPU, by the stream on a GPU.
+        """
+        return self._live().observation.metrics(self._last_scale)
+
+    def memory(self) -> Memory:
+        """Return the bytes of model state that this rank holds, by role."""
+        return self._live().observation.memory()
+
+    def comm_log(self, *, clear: bool = False) -> tuple[Call, ...]:
+        """Return this rank's collectives, oldest first; the last 65,536 of them.
+
+        Args:
+            clear: forget them afterwards.
+        """
+        return self._live().observation.comm_log(clear=clear)
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """Total gradient norm of the last step, before clipping: fp64, 0-d."""
+        return self._live().observation.grad_norm()
+
+    @property
+    def skipped_steps(self) -> Tensor:
+        """Steps skipped for non-finite gradients so far: fp64, 0-d."""
+        return self._live().observation.skipped_steps()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Ask torch.amp.GradScaler, which looks here first, to leave unscaling and
+        skipping to `step`."""
+        if not self.coordinator.transport.groups.alone:
+            checks.refuse_scaler()
+        return True

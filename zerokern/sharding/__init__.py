@@ -1,0 +1,1 @@
+"""One optimizer on one rank: gradients, parameters, updates, and when each travels."""

@@ -1,0 +1,350 @@
+"""The coordinator: gradients in, one update per bucket, parameters out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config import Buckets, Precision
+from ..layout import Bucket, Layout
+from ..rules import UpdateRule
+from ..transport import Transport
+from .forward_methods import ForwardMethods
+from .gradients import GradientBucket
+from .handles import ParamHandles
+from .initial import Initial, make_equal
+from .join import Join
+from .parameters import ParameterBucket
+from .reducer import Reducer
+from .replicated import ReplicatedParameters
+from .schedule import UnitSchedule
+from .sharded import ShardedParameters
+from .slots import HAS_REDUCED
+from .units import ROOT, unit_modules
+from .updater import Updater
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What is sharded beside optimizer states, which always are.
+
+    Over the one axis that there is. With a mesh, each field will say over which axes.
+    """
+
+    gradients: bool
+    """Every backward reduces each bucket into this rank's shard, and the bucket's
+    memory goes back at once: A micro-batches send A x P + P elements, or 2P with the
+    first A - 1 under `no_sync`, where gradients stay at full size until they are
+    reduced. Otherwise buckets live forever, and are reduced once per step."""
+    parameters: bool
+    """Parameters are gathered unit by unit around their use."""
+
+    @classmethod
+    def of_stage(cls, stage: int, world: int) -> Sharding:
+        """Return what a ZeRO stage shards; in a world of one, nothing."""
+        return cls(
+            gradients=stage >= 2 and world > 1, parameters=stage == 3 and world > 1
+        )
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What a coordinator is made from: all ranks have agreed on it."""
+
+    layout: Layout
+    handles: ParamHandles
+    transport: Transport
+    sharding: Sharding
+    rule: UpdateRule
+    precision: Precision
+    buckets: Buckets
+    model: nn.Module | None
+    initial: Initial | None
+    """Makes the values of parameters on the meta device."""
+
+
+class Coordinator:
+    """Decides when something happens. How it is done is a matter of its parts: the
+    reducer of gradients, the updater, the store of parameters and the schedule by which
+    that gathers them."""
+
+    def __init__(
+        self, blueprint: Blueprint, groups: Sequence[MutableMapping[str, Any]]
+    ) -> None:
+        """Move parameters into buckets, create optimizer state, register hooks.
+
+        Args:
+            blueprint: what to make.
+            groups: torch's param groups, read at every step.
+        """
+        transport = blueprint.transport
+        options = blueprint.buckets
+        self.layout = blueprint.layout
+        self.handles = blueprint.handles
+        self.transport = transport
+        self.sharding = blueprint.sharding
+        self.groups = groups
+        self.updates_in_backward = options.update_in_backward
+        modules: dict[str, nn.Module] = {}
+        if blueprint.model is not None:
+            modules = unit_modules(blueprint.model, options.units)
+        self.parameters = self._store(modules, options)
+        self.buckets = self._parameter_buckets(blueprint)
+        """All of them, trainable and frozen ones."""
+        self.trainable = [b for b in self.buckets if b.layout.trainable]
+        self.updater = Updater(
+            blueprint.rule,
+            self.handles,
+            self.trainable,
+            transport,
+            seed=blueprint.precision.seed,
+        )
+        self.gradients = self._gradient_buckets(blueprint.precision)
+        """Of the trainable buckets, in launch order."""
+        self._schedule: UnitSchedule | None = None
+        self._methods: ForwardMethods | None = None
+        if isinstance(self.parameters, ShardedParameters):
+            self._schedule = UnitSchedule(
+                self.parameters, modules, self.gradients, overlap=options.overlap
+            )
+            self._methods = ForwardMethods(self._schedule)
+        elif options.gather_in_forward:
+            units = [module for name, module in modules.items() if name != ROOT]
+            self.parameters.hook(units, self.handles)
+        self.reducer = Reducer(
+            self.gradients,
+            transport,
+            self._schedule,
+            self if self.updates_in_backward else None,
+            overlap=options.overlap,
+            once_per_step=not (self.sharding.gradients or self.updates_in_backward),
+        )
+        if self._schedule is not None:
+            self._schedule.begin(self.reducer)
+        self._joined: Join | None = None
+        """Inside of `join`."""
+        self._settled: list[int] = []
+        """Generations of the gradients whose norm was gathered."""
+
+    # ---------------------------------------------------------------- construction
+
+    def _store(
+        self, modules: Mapping[str, nn.Module], options: Buckets
+    ) -> ReplicatedParameters | ShardedParameters:
+        if not self.sharding.parameters:
+            in_forward = options.gather_in_forward
+            return ReplicatedParameters(self.transport, in_forward=in_forward)
+        used = {bucket.unit for bucket in self.layout.buckets}
+        return ShardedParameters(self.transport, [n for n in modules if n in used])
+
+    def _parameter_buckets(self, blueprint: Blueprint) -> list[ParameterBucket]:
+        """Make values equal on all ranks, then move them into buckets one by one."""
+        initial = blueprint.initial
+        if initial is not None and not self.sharding.parameters:
+            initial.make(list(initial.model.parameters()))
+        members = {
+            bucket.index: [self.handles[slot.param] for slot in bucket.slots]
+            for bucket in self.layout.buckets
+        }
+        present = [chosen for chosen in members.values() if not chosen[0].param.is_meta]
+        make_equal({c[0].name: [h.param for h in c] for c in present}, self.transport)
+        buckets = []
+        for bucket in self.layout.buckets:
+            chosen = members[bucket.index]
+            if any(handle.param.is_meta for handle in chosen):
+                self._make_unit(bucket, initial)
+            parameters = ParameterBucket(
+                bucket,
+                chosen,
+                self.transport.groups.shards.rank,
+                sharded=self.sharding.parameters,
+                precision=blueprint.precision,
+                moments=blueprint.rule.moments,
+            )
+            self.parameters.add(parameters)
+            buckets.append(parameters)
+        return buckets
+
+    def _make_unit(self, bucket: Bucket, initial: Initial | None) -> None:
+        """Make the parameters of a bucket's unit, which are on the meta device."""
+        assert initial is not None
+        theirs = {}
+        for other in self.layout.buckets:
+            if other.unit == bucket.unit:
+                chosen = [self.handles[slot.param] for slot in other.slots]
+                theirs[chosen[0].name] = [handle.param for handle in chosen]
+        initial.make([param for params in theirs.values() for param in params])
+        make_equal(theirs, self.transport)
+
+    def _gradient_buckets(self, precision: Precision) -> list[GradientBucket]:
+        resident = not (self.sharding.gradients or self.updates_in_backward)
+        return [
+            GradientBucket(
+                parameters,
+                self.transport,
+                self.updater.partials[index],
+                index=index,
+                wire=precision.wire or parameters.dtype,
+                reduced=precision.gradients,
+                resident=resident,
+                update_in_backward=self.updates_in_backward,
+            )
+            for index, parameters in enumerate(self.trainable)
+        ]
+
+    # --------------------------------------------------------------- update_in_backward
+
+    @torch.no_grad()
+    def reduced(self, bucket: GradientBucket) -> None:
+        """Update a bucket that has just been reduced, and let its gradients go.
+
+        Only its parameters count as used here, so that the scalar table leaves all
+        others as they are.
+        """
+        self.parameters.prepare_update(bucket.parameters)
+        self.updater.gather_norm(self._used([bucket]), guarded=False)
+        adds_decay = self.updater.form_table(self.groups)
+        self.updater.update(bucket.index, bucket.shard, l2=adds_decay)
+        self.parameters.updated(bucket.parameters, in_backward=True)
+        bucket.release()
+
+    def end_backward(self) -> None:
+        """Whoever reads parameters next has to wait for their updates."""
+        self.parameters.end_step()
+
+    # ---------------------------------------------------------------- the step
+
+    def settle(self) -> bool:
+        """Have all gradients reduced and the small vector exchanged. Return False if
+        that was so already."""
+        self.parameters.prepare_step()
+        with torch.autograd.profiler.record_function("zerokern::settle gradients"):
+            self.reducer.settle()
+            if self.updater.gathered is not None:
+                generations = [bucket.generation for bucket in self.gradients]
+                if generations == self._settled:
+                    return False
+            announcements = self.transport.announcements
+            if announcements.are_heard:
+                announcements.announce("norm")
+            self.gather_norm()
+        return True
+
+    def gather_norm(self) -> None:
+        """Exchange the small vector of settled gradients."""
+        self.updater.gather_norm(self._used(self.gradients))
+
+    def _used(self, buckets: Sequence[GradientBucket]) -> list[int]:
+        """Return the columns of the parameters that have a gradient in these buckets,
+        and remember how these are."""
+        columns = []
+        self._settled.clear()
+        for bucket in buckets:
+            self._settled.append(bucket.generation)
+            for slot in bucket.slots:
+                if slot.state in HAS_REDUCED:
+                    columns.append(slot.handle.column)
+        return columns
+
+    def step(
+        self,
+        max_norm: float | Tensor | None = None,
+        loss_scale: Tensor | None = None,
+    ) -> None:
+        """Update every bucket in one launch each, and send the result on its way. The
+        gradients are settled.
+
+        Args:
+            max_norm: clip to this total norm.
+            loss_scale: what the gradients were multiplied with.
+        """
+        if self._joined is not None:
+            self.transport.announcements.announce("step")
+            max_norm, loss_scale = self._joined.agree(max_norm, loss_scale)
+        if self.updates_in_backward:
+            self.updater.report_norm()
+        else:
+            adds_decay = self.updater.form_table(self.groups, max_norm, loss_scale)
+            for bucket in reversed(self.gradients):
+                self.updater.update(bucket.index, bucket.shard, l2=adds_decay)
+                self.parameters.updated(bucket.parameters, in_backward=False)
+        self.parameters.end_step()
+        self.reducer.end_step()
+        self.transport.end_step()
+
+    # --------------------------------------------------------------- what users ask for
+
+    def refuse_in_backward(self, what: str) -> None:
+        """Refuse what needs all gradients before the first update.
+
+        Raises:
+            ValueError: updates are made in backward.
+        """
+        if self.updates_in_backward:
+            raise ValueError(
+                f"{what} needs all gradients before the first update, and"
+                " Buckets(update_in_backward=True) makes updates during backward; leave"
+                " one of them out"
+            )
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Follow the ranks that have more batches than this one."""
+        self.refuse_in_backward("join()")
+        if self.transport.groups.alone:
+            yield
+            return
+        self._joined = Join(
+            self.transport, self.groups, self.reducer, self.parameters, self
+        )
+        try:
+            with self._joined.ranks():
+                yield
+        finally:
+            self._joined = None
+
+    def zero_grad(self) -> None:
+        """Every p.grad was zeroed or set to None."""
+        self.parameters.recover()
+        self.reducer.drop_zeroed()
+
+    def forget_gradients(self) -> None:
+        """Set every p.grad to None."""
+        for handle in self.handles:
+            handle.param.grad = None
+        self.reducer.drop_zeroed()
+
+    def register_forward_method(self, module: nn.Module, name: str) -> None:
+        """Stage 3: gather around a method as around a forward.
+
+        Raises:
+            ValueError: there is no such method.
+        """
+        method = getattr(module, name, None)
+        if not callable(method):
+            raise ValueError(
+                f"register_forward_method: {type(module).__name__} has no method"
+                f" {name!r}; pass the module that has it"
+            )
+        if self._methods is not None:
+            self._methods.add(module, name, method)
+
+    def is_at_rest(self) -> bool:
+        """Return whether nothing of a backward pass is left."""
+        at_rest = self._schedule is None or self._schedule.is_at_rest()
+        return at_rest and self.reducer.is_at_rest()
+
+    def detach(self) -> None:
+        """Let go of the parameters: remove the hooks, leave every parameter whole. All
+        ranks must do so."""
+        self.reducer.detach()
+        if self._schedule is not None:
+            self._schedule.detach()
+        if self._methods is not None:
+            self._methods.remove()
+        self.parameters.detach()

@@ -1,0 +1,215 @@
+"""Stages 1 and 2: every rank has all parameters, and gathers them after an update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..pretend import address
+from ..transport import Gather, Transport
+from .handles import ParamHandles
+from .hooks import Handles, ModuleHook
+from .parameters import ParameterBucket, storages_of
+from .placeholders import Placeholders, without_placeholders
+
+
+class ReplicatedBucket:
+    """One bucket's parameters: views of flat memory that lives as long as they do."""
+
+    def __init__(
+        self, parameters: ParameterBucket, transport: Transport, *, in_forward: bool
+    ) -> None:
+        assert parameters.flat is not None
+        self.parameters = parameters
+        self._views = storages_of(parameters.views_of(parameters.flat))
+        self._addresses = [address(view) for view in self._views]
+        for param, view in zip(parameters.params, self._views, strict=True):
+            param.data = view
+        self._whole = parameters.flat
+        self._gather = Gather(transport, parameters.layout, parameters.name, "step")
+        self._alone = transport.groups.alone
+        self._is_pending = False
+        self._placeholders = Placeholders(parameters.params, self)
+        self._in_forward = in_forward
+        self._versions: list[int] = []
+        """What torch counts of writes to the parameters. Our kernels are not
+        counted."""
+        self.note_versions()
+
+    def publish(self) -> None:
+        """Send this rank's part, which was updated, to all ranks."""
+        if self._alone:
+            return
+        self._gather.start(self.parameters.own, self._whole)
+        self._is_pending = True
+        if self._in_forward:
+            self._placeholders.substitute()
+
+    def wait(self) -> None:
+        """Have the parameters whole when the current stream gets here."""
+        if self._is_pending:
+            self._gather.wait()
+            self._is_pending = False
+            if self._in_forward:
+                self._placeholders.restore(self._views)
+
+    def provide(self, param: nn.Parameter, reader: str) -> None:
+        """Whoever reads a parameter has to wait for it."""
+        self.wait()
+
+    def follow_writes(self) -> None:
+        """If somebody has written to a parameter since the last time, let the master
+        follow.
+
+        Raises:
+            RuntimeError: a parameter no longer is its view of the bucket, as after
+                `model.to(...)`; names it and the remedy.
+        """
+        written = False
+        versions = self._versions
+        for index, param in enumerate(self.parameters.params):
+            if isinstance(param, FakeTensor):
+                found = address(param)
+            else:
+                found = param.data_ptr(), 0
+            if found != self._addresses[index] or param.dtype != self.parameters.dtype:
+                self._refuse_moved(index)
+            version = param._version
+            written |= version != versions[index]
+            versions[index] = version
+        if written:
+            self.parameters.refresh_master()
+
+    def _refuse_moved(self, index: int) -> None:
+        name = self.parameters.handles[index].name
+        raise RuntimeError(
+            f"parameter {name!r} no longer lives in the optimizer's flat buffer: it was"
+            " moved, cast or its .data was replaced. Move and cast the model before the"
+            " optimizer is built, or build a new optimizer"
+        )
+
+    def note_versions(self) -> None:
+        """Take the parameters as they are for what was written last."""
+        with without_placeholders():
+            self._versions = [param._version for param in self.parameters.params]
+
+
+class ReplicatedParameters:
+    """All parameters of the optimizer.
+
+    Gathers of a step are waited for at its end, or with `gather_in_forward`, bucket by
+    bucket, where a parameter is first read. In the second case parameters are
+    placeholders meanwhile, so whoever reads one, in whatever order, has to wait for it,
+    and nobody can see a half of it.
+    """
+
+    def __init__(self, transport: Transport, *, in_forward: bool) -> None:
+        self._transport = transport
+        self._in_forward = in_forward
+        self._buckets: dict[int, ReplicatedBucket] = {}
+        """By their index in the layout."""
+        self._handles = Handles()
+
+    def __del__(self) -> None:
+        # Whoever drops the optimizer keeps the model; and transfers that nobody waits
+        # for would block the group.
+        with suppress(Exception):  # the interpreter may be on its way out
+            self.wait_all()
+
+    def add(self, parameters: ParameterBucket) -> None:
+        """Take a bucket, whose parameters become views of its memory."""
+        self._buckets[parameters.layout.index] = ReplicatedBucket(
+            parameters, self._transport, in_forward=self._in_forward
+        )
+
+    def hook(self, modules: Sequence[nn.Module], handles: ParamHandles) -> None:
+        """Wait for all parameters of a module before its forward, too: compiled code
+        would not notice a placeholder."""
+        for module in modules:
+            found = [handles.find(param) for param in module.parameters()]
+            numbers = sorted({handle.bucket for handle in found if handle is not None})
+            buckets = [number for number in numbers if number in self._buckets]
+            before = ReplicatedParameters._before_forward
+            self._handles.add(
+                ModuleHook(module, self, before, buckets).before_forward()
+            )
+
+    def _before_forward(self, buckets: Sequence[int], *_: Any) -> None:
+        for index in buckets:
+            self._buckets[index].wait()
+
+    # ---------------------------------------------------------------- a step
+
+    def prepare_step(self) -> None:
+        """Have every parameter whole, and let masters follow what was written to them.
+
+        Raises:
+            RuntimeError: a parameter was moved out of its bucket.
+        """
+        self.wait_all()
+        for bucket in self._buckets.values():
+            bucket.follow_writes()
+
+    def updated(self, parameters: ParameterBucket, *, in_backward: bool) -> None:
+        """The shard of a bucket was updated: send it to all ranks."""
+        bucket = self._buckets[parameters.layout.index]
+        bucket.publish()
+        if in_backward:
+            # A backward that still needs the old values fails, as torch lets it after
+            # any write.
+            torch.autograd.graph.increment_version(parameters.params)
+            bucket.note_versions()
+
+    def prepare_update(self, parameters: ParameterBucket) -> None:
+        """In backward: have one bucket as `prepare_step` has all of them."""
+        bucket = self._buckets[parameters.layout.index]
+        bucket.wait()  # if nobody has read it since its last update
+        bucket.follow_writes()
+
+    def end_step(self) -> None:
+        """Wait for what was sent, unless that is for the next forward."""
+        if not self._in_forward:
+            self.wait_all()
+
+    def recover(self) -> None:
+        """Nothing is left of a forward that never came to its end."""
+
+    def wait_all(self) -> None:
+        """Have every parameter whole when the current stream gets here."""
+        for bucket in self._buckets.values():
+            bucket.wait()
+
+    # --------------------------------------------------------------- what users ask for
+
+    @contextmanager
+    def full(self) -> Iterator[None]:
+        """Make every parameter whole. Edits made inside, the same on all ranks, are
+        kept."""
+        self.wait_all()
+        try:
+            yield
+        finally:
+            for bucket in self._buckets.values():
+                bucket.parameters.refresh_master()
+
+    def unit_titles(self) -> list[str]:
+        """Return the names of the units, for messages: there are none."""
+        return []
+
+    def gather_unit(self, index: int) -> None:
+        """There are no units."""
+
+    def memory(self) -> list[Tensor]:
+        """Return what holds the parameters of this rank."""
+        flats = [bucket.parameters.flat for bucket in self._buckets.values()]
+        return [flat for flat in flats if flat is not None]
+
+    def detach(self) -> None:
+        """Let go of the parameters: remove the hooks, leave every parameter whole."""
+        self.wait_all()
+        self._handles.remove()

@@ -1,0 +1,171 @@
+"""Stage 3: parameters are sharded, and whole only while a unit is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+
+from ..transport import Transport
+from .parameters import ParameterBucket
+from .saved import SavedParameters
+from .units import Unit, UnitState
+
+
+class ShardedParameters:
+    """All parameters of the optimizer, in units. When a unit is gathered and resharded,
+    others decide."""
+
+    def __init__(self, transport: Transport, units: Sequence[str]) -> None:
+        """Make units without parameters.
+
+        Args:
+            transport: the optimizer's.
+            units: their names, in the order of the model.
+        """
+        self._transport = transport
+        self.saved = SavedParameters()
+        """What autograd has saved of them."""
+        self.units = {
+            name: Unit(name, index, transport, self.saved.gathered)
+            for index, name in enumerate(units)
+        }
+        self.shows_all = False
+        """Every parameter is whole, within `full`."""
+
+    def add(self, parameters: ParameterBucket) -> None:
+        """Take a bucket, whose parameters become placeholders."""
+        self.units[parameters.layout.unit].add(parameters)
+
+    def unit_titles(self) -> list[str]:
+        """Return the names of the units, for messages."""
+        return [unit.title for unit in self.units.values()]
+
+    def gather_unit(self, index: int) -> None:
+        """Take part in the gather of a unit, for the others' sake."""
+        unit = list(self.units.values())[index]
+        unit.unshard()
+        unit.reshard()
+
+    # ---------------------------------------------------------------- a step
+
+    def prepare_step(self) -> None:
+        """Clean up after a forward that never came to its end, such as after a
+        KeyboardInterrupt, and refuse what no shard would learn of: sharded parameters
+        can only be edited in `full`.
+
+        Raises:
+            RuntimeError: a parameter was moved or replaced; names it and the remedy.
+        """
+        self.recover()
+        for unit in self.units.values():
+            if unit.state is not UnitState.SHARDED:
+                continue
+            for bucket in unit.buckets:
+                index = bucket.placeholders.find_replaced()
+                if index is not None:
+                    name = bucket.parameters.handles[index].name
+                    raise RuntimeError(
+                        f"parameter {name!r} was moved, cast or its .data was replaced"
+                        " while it was sharded; edit it inside optimizer.full_params(),"
+                        " or move the model before the optimizer is built"
+                    )
+
+    def prepare_update(self, parameters: ParameterBucket) -> None:
+        """In backward, too, an update needs the shard only."""
+
+    def updated(self, parameters: ParameterBucket, *, in_backward: bool) -> None:
+        """The shard of a bucket was updated. Nothing is sent: forward gathers."""
+        if in_backward:
+            self.units[parameters.layout.unit].note_update()
+
+    def end_step(self) -> None:
+        """All shards were updated: what autograd has saved is out of date."""
+        for unit in self.units.values():
+            unit.note_update()
+
+    def recover(self) -> None:
+        """Outside of forward and backward: reshard what was left whole."""
+        if self.saved.pushed:
+            self.saved.reset()
+        for unit in self.units.values():
+            if unit.state is not UnitState.SHARDED:
+                unit.reshard()
+
+    # --------------------------------------------------------------- what users ask for
+
+    @contextmanager
+    def full(self) -> Iterator[None]:
+        """Make every parameter whole. Edits are kept, unless the body raised on any
+        rank.
+
+        Raises:
+            RuntimeError: the body raised on another rank, or a parameter was replaced.
+        """
+        if self.shows_all:
+            yield
+            return
+        self.shows_all = True
+        shown: list[Unit] = []
+        error: Exception | None = None
+        raised_on: list[int] = []
+        try:
+            with ExitStack() as held:
+                for unit in self.units.values():
+                    self._show(unit, shown)
+                    held.enter_context(unit.held())
+                try:
+                    yield
+                except Exception as raised:
+                    error = raised
+                raised_on = self._raised_on(error)
+                if not raised_on:
+                    for unit in self.units.values():
+                        unit.keep_edits()
+        finally:
+            self.shows_all = False
+            for unit in shown:
+                unit.reshard()
+        if error is not None:
+            raise error
+        if raised_on:
+            raise RuntimeError(
+                f"the body of full_params raised on rank {raised_on[0]}, so edits were"
+                " dropped on every rank"
+            )
+
+    def _show(self, unit: Unit, shown: list[Unit]) -> None:
+        """Have a unit whole, and note if it was not: one whose forward or backward is
+        under way stays as it is afterwards."""
+        if unit.state is UnitState.GATHERING:
+            unit.reshard()
+        if unit.state is UnitState.SHARDED:
+            shown.append(unit)
+            unit.unshard(own_storages=True)
+
+    def _raised_on(self, error: Exception | None) -> list[int]:
+        """Return the ranks whose body raised."""
+        raised = torch.tensor(
+            [error is not None], dtype=torch.int64, device=self._transport.device
+        )
+        words = self._transport.all_gather_words(raised)
+        # any() first: a rehearsal answers it, and cannot know how much nonzero() would
+        # return.
+        if not words.any():
+            return []
+        found: list[int] = words.flatten().nonzero().flatten().tolist()
+        return found
+
+    def memory(self) -> list[Tensor]:
+        """Return what holds the parameters of this rank."""
+        units = self.units.values()
+        return [bucket.parameters.own for unit in units for bucket in unit.buckets]
+
+    def detach(self) -> None:
+        """Leave every parameter whole. All ranks must do so."""
+        self.saved.reset()
+        for unit in self.units.values():
+            unit.unshard()
+        self.shows_all = True

@@ -1,0 +1,199 @@
+"""One parameter's place in a bucket of gradients: which parts of its gradient are
+where, and what was left in p.grad."""
+
+from __future__ import annotations
+
+import enum
+
+from torch import Tensor
+
+from .handles import ParamHandle
+from .placeholders import ReducedGradient
+
+
+class SlotState(enum.Enum):
+    """Where the parts of a parameter's gradient are."""
+
+    EMPTY = enum.auto()
+    LOCAL = enum.auto()
+    """This rank's part is in the bucket."""
+    REDUCED = enum.auto()
+    """The mean over the ranks is in the shard."""
+    BOTH = enum.auto()
+    """The mean of earlier backwards is in the shard, this rank's part of later ones in
+    the bucket. In a world of one the two are the same."""
+
+
+HAS_LOCAL = (SlotState.LOCAL, SlotState.BOTH)
+HAS_REDUCED = (SlotState.REDUCED, SlotState.BOTH)
+
+
+class Seen(enum.Enum):
+    """What p.grad is, compared with what was left in it."""
+
+    KEPT = enum.auto()
+    """As it was left."""
+    WRITTEN = enum.auto()
+    """The same tensor, but somebody has written to it: a placeholder was zeroed."""
+    REPLACED = enum.auto()
+    """A tensor of somebody else's."""
+    GONE = enum.auto()
+    """None."""
+
+
+OURS = (Seen.KEPT, Seen.WRITTEN)
+
+
+class GradientSlot:
+    """The gradient of one parameter in one bucket.
+
+    p.grad tells whether the user still wants it. What is left there is a placeholder,
+    or in a world of one the view of the bucket.
+    """
+
+    def __init__(self, handle: ParamHandle) -> None:
+        self.handle = handle
+        self.param = handle.param
+        self.state = SlotState.EMPTY
+        self.placeholder = ReducedGradient.of(handle.param, handle.name)
+        self.seen = Seen.GONE
+        """What p.grad was when it was last looked at."""
+        self.view: Tensor | None = None
+        """Its part of the bucket, while the bucket has memory."""
+        self.waiting: Tensor | None = None
+        """A local gradient that is still to be packed into the bucket."""
+        self._left: Tensor | None = None
+        """What was left in p.grad, and how often it had been written to by then."""
+        self._version = 0
+        self._arrived = 0
+        self._expected = 1
+        """Gradients of this backward pass, and the most that any pass has brought: a
+        parameter in two reentrant checkpoints has two."""
+
+    # ---------------------------------------------------------------- p.grad
+
+    def look(self) -> Seen:
+        """Look at p.grad. Done once at each entry point; what follows goes by
+        `seen`."""
+        grad = self.param.grad
+        if grad is None:
+            self.seen = Seen.GONE
+        elif grad is not self._left:
+            self.seen = Seen.REPLACED
+        elif grad._version == self._version:
+            self.seen = Seen.KEPT
+        else:
+            self.seen = Seen.WRITTEN
+        return self.seen
+
+    def attach(self, view: Tensor) -> None:
+        """The bucket has memory; `view` is this parameter's part of it."""
+        self.view = view
+
+    def pack(self) -> None:
+        """The gradient that waited was copied into the bucket, by us."""
+        self.waiting = None
+        self.accept_writes()
+
+    def clear(self) -> None:
+        """Set p.grad to None."""
+        self.param.grad = None
+        self.seen = Seen.GONE
+
+    def accept_writes(self) -> None:
+        """Take what is in p.grad as if it had been left there now."""
+        if self._left is not None and self.seen in OURS:
+            self._version = self._left._version
+            self.seen = Seen.KEPT
+
+    @property
+    def shows_placeholder(self) -> bool:
+        """Whether p.grad was the placeholder when it was last looked at."""
+        return self.seen in OURS and self._left is self.placeholder
+
+    # ---------------------------------------------------------------- transitions
+
+    def arrive(self, waiting: Tensor | None, *, show: bool) -> bool:
+        """A gradient of this rank has come into the bucket, or waits to be packed.
+
+        Args:
+            waiting: the gradient, if it waits.
+            show: leave the view of the bucket in p.grad, not the placeholder.
+
+        Returns:
+            Whether it is the last one that this pass is expected to bring.
+        """
+        reduced = self.state in HAS_REDUCED
+        self.state = SlotState.BOTH if reduced else SlotState.LOCAL
+        self.waiting = waiting
+        left = self.view if show and self.view is not None else self.placeholder
+        self.param.grad = self._left = left
+        self._version = left._version
+        self.seen = Seen.KEPT
+        self._arrived += 1
+        return self._arrived == self._expected
+
+    def zero(self) -> None:
+        """p.grad was zeroed in place: this rank's gradient is one of zero."""
+        assert self.view is not None
+        self.view.zero_()
+        self.waiting = None
+        self.state = SlotState.LOCAL
+
+    def drop_local(self) -> None:
+        """What the bucket has is not wanted any more."""
+        reduced = self.state in HAS_REDUCED
+        self.state = SlotState.REDUCED if reduced else SlotState.EMPTY
+        self.waiting = None
+
+    def drop_reduced(self) -> None:
+        """What the shard has is not wanted any more."""
+        local = self.state in HAS_LOCAL
+        self.state = SlotState.LOCAL if local else SlotState.EMPTY
+
+    def reduce(self, *, keeps_view: bool) -> None:
+        """The bucket was reduced into the shard; its memory is gone, or stale."""
+        if self.state is not SlotState.EMPTY:
+            self.state = SlotState.REDUCED
+        if not keeps_view:
+            self.view = None
+
+    def reduce_alone(self) -> None:
+        """World of one: the shard has what the bucket has, and the bucket keeps it."""
+        local = self.state in HAS_LOCAL
+        self.state = SlotState.BOTH if local else SlotState.EMPTY
+
+    def forget(self) -> None:
+        """Neither has anything that is wanted, nor memory."""
+        self.state = SlotState.EMPTY
+        self.waiting = self.view = None
+
+    def end_backward(self) -> None:
+        """Remember how many gradients a pass brings, and start counting anew."""
+        self._expected = max(self._arrived, self._expected)
+        self._arrived = 0
+
+    # ---------------------------------------------------------------- refusals
+
+    def refuse_sparse(self) -> None:
+        """Refuse a gradient that is sparse.
+
+        Raises:
+            TypeError: always; names the parameter and the remedy.
+        """
+        raise TypeError(
+            f"the gradient of {self.handle.name!r} is sparse; zerokern reduces dense"
+            " gradients only: build the embedding with sparse=False"
+        )
+
+    def refuse_late(self) -> None:
+        """Refuse a gradient that comes after the update in backward.
+
+        Raises:
+            RuntimeError: always; names the parameter and the remedy.
+        """
+        raise RuntimeError(
+            f"a gradient of {self.handle.name!r} arrived after its update: with"
+            " update_in_backward the last backward before step() updates; run those"
+            " before it inside optimizer.no_sync()"
+        )

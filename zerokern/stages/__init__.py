@@ -1,2 +1,0 @@
-"""The coordinators: when gradients are reduced and parameters gathered. No arithmetic
-in here."""
