@@ -1,4 +1,4 @@
-"""What host and kernels agree on: constants, the scalar table, and the tensors of one
+"""Shared by host and kernels: constants, the scalar table, and the tensors of one
 shard.
 
 Letters: S elements of a shard (a multiple of BLOCK), R parameters (columns of the
@@ -73,7 +73,7 @@ MASTERS: Mapping[str, StorageFormat | None] = {
     "split24": StorageFormat(torch.int8),
     "none": None,
 }
-"""What is stored beside a 16-bit parameter, by the names that `Precision.master`
+"""Storage beside a 16-bit parameter, by the names that `Precision.master`
 has."""
 
 MOMENTS: Mapping[str, StorageFormat] = {
@@ -117,7 +117,7 @@ class Shard(NamedTuple):
     """[S], this rank's slot of the gather buffer. fp32, bf16 or fp16."""
 
     master: Tensor | None
-    """What makes a 16-bit parameter precise: fp32 [S], master weights of their own;
+    """Makes a 16-bit parameter precise: fp32 [S], master weights of their own;
     int16 [S], the low half of a split fp32 master whose high half is the bf16
     parameter; int8 [S], the low byte of a 24-bit one; or None: an fp32 parameter is its
     own master, and a bf16 parameter is rounded stochastically."""

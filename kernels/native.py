@@ -1,5 +1,5 @@
-"""The update, the reduction and the scalar table compiled for the CPU: `native.c` through the machine's C
-compiler, loaded with ctypes.
+"""The update, the reduction and the scalar table compiled for the CPU: `native.c`
+through the machine's C compiler, loaded with ctypes.
 
 Compiling takes three seconds and happens once per machine: the library lies in the
 user's cache folder, under a name made of source, compiler and processor. Without a
@@ -48,13 +48,12 @@ FORMATS: dict[torch.dtype | None, int] = {
     torch.float16: 3,
     torch.uint8: 7,
 }
-"""What `enum format` in native.c calls the dtypes of gradients, moments, chunks and
-lone parameters."""
+"""`enum format` of native.c, for gradients, moments, chunks and lone parameters."""
 
 MASTER_FORMATS = {
     form.dtype: 4 + position for position, form in enumerate(MASTERS.values()) if form
 }
-"""What it calls weights that have a master, by the master's dtype."""
+"""`enum format` of native.c, for weights that have a master, by its dtype."""
 
 RULES: tuple[Rule, ...] = ("adam", "lion", "sgd")
 """In the order of `enum rule`."""

@@ -16,8 +16,8 @@ from torch import nn
 
 import zerokern
 from zerokern.plan.decoder import Decoder
-from zerokern.plan.forecast import Setting, Way, forecast
-from zerokern.plan.subject import Subject
+from zerokern.plan.forecast import Setting, Strategy, forecast
+from zerokern.plan.workload import Workload
 
 WORKER = Path(gpu_worker.__file__)
 
@@ -168,7 +168,9 @@ def test_a_planned_peak_is_the_allocators() -> None:
         )
 
     planned = forecast(
-        Subject(title="", build=build, tokens=1024), Way(stage=1), Setting(world=1)
+        Workload(title="", build=build, tokens=1024),
+        Strategy(stage=1),
+        Setting(world=1),
     )
     assert planned.peak is not None and planned.peak.bytes > 2**31
     model = Decoder(4, 1024).bfloat16().cuda()

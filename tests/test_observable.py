@@ -146,7 +146,7 @@ def test_profiler_ranges_name_phase_and_unit(stage: int) -> None:
             assert any(
                 name.startswith(f"zerokern::{phase}") and unit in name for name in names
             ), (phase, names)
-        assert {"zerokern::scalars", "zerokern::settle gradients"} <= names
+        assert {"zerokern::scalars", "zerokern::synchronize gradients"} <= names
         assert ("zerokern::gather blocks.0" in names) == (stage == 3)
 
 

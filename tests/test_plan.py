@@ -17,12 +17,12 @@ from torch._C._profiler import _EventType
 
 from zerokern import Buckets, Memory, Precision, cli
 from zerokern.plan.advice import advise
-from zerokern.plan.forecast import Forecast, Setting, Way, forecast
+from zerokern.plan.forecast import Forecast, Setting, Strategy, forecast
 from zerokern.plan.ledger import Ledger, Peak
 from zerokern.plan.machine import Machine
 from zerokern.plan.rehearsal import Launch, Rehearsal, Trace, Wait, Work
 from zerokern.plan.replay import replay
-from zerokern.plan.subject import Subject, find, of_count
+from zerokern.plan.workload import Workload, find, of_count
 
 GIB = 2**30
 SMALL = ["--params", "30e6", "--layers", "4", "--sequence", "64", "--recipe", "fp32"]
@@ -136,8 +136,8 @@ def test_a_configuration_of_transformers(
     found = planned(
         capfd, str(path), "--gpus", "4", "--sequence", "16", "--recipe", "fp32"
     )
-    assert [way["stage"] for way in found["ways"]] == [1, 2, 3] and all(
-        way["fits"] for way in found["ways"]
+    assert [strategy["stage"] for strategy in found["strategies"]] == [1, 2, 3] and all(
+        strategy["fits"] for strategy in found["strategies"]
     )
     assert find(str(path), batch=1, sequence=16, dtype=torch.float32).per == per
 
@@ -200,19 +200,20 @@ def test_an_import_path(
         "3",
     )
     assert (
-        found["ways"][0]["params"] == 3 * 65 * 64
-        and found["ways"][0]["peak"]["bytes"] > 0
+        found["strategies"][0]["params"] == 3 * 65 * 64
+        and found["strategies"][0]["peak"]["bytes"] > 0
     )
     assert (
-        sum(found["ways"][0]["sent_bytes"].values())
-        > 3 * found["ways"][0]["params"] * 4 * 3 / 4
+        sum(found["strategies"][0]["sent_bytes"].values())
+        > 3 * found["strategies"][0]["params"] * 4 * 3 / 4
     )
     without = planned(
         capfd, "planned_models:Net", "--gpus", "4", "--dtype", "fp32", "--stage", "3"
     )
-    assert without["ways"][0]["peak"] is None
+    assert without["strategies"][0]["peak"] is None
     assert (
-        without["ways"][0]["persistent_bytes"] == found["ways"][0]["persistent_bytes"]
+        without["strategies"][0]["persistent_bytes"]
+        == found["strategies"][0]["persistent_bytes"]
     )
 
 
@@ -294,10 +295,10 @@ def test_a_decoder_has_about_as_many_parameters_as_asked(
 
 def test_parameters_without_memory_are_counted_once_each() -> None:
     """K1: on the meta device all addresses are equal, and ties are one parameter."""
-    subject = Subject(
+    workload = Workload(
         title="", tokens=1, build=lambda: (models.Toy(20, tied=True), None)
     )
-    found = forecast(subject, Way(stage=1), Setting(world=4))
+    found = forecast(workload, Strategy(stage=1), Setting(world=4))
     model = models.Toy(20, tied=True)
     assert found.params == sum(p.numel() for p in model.parameters())
     assert len(list(model.parameters())) == 121
@@ -306,8 +307,8 @@ def test_parameters_without_memory_are_counted_once_each() -> None:
 def test_padding_is_what_equal_shards_add() -> None:
     """Without it a rank holds W-ths of parameters, gradients and two moments in fp32:
     16 bytes for each parameter."""
-    subject = Subject(title="", tokens=1, build=lambda: (models.Toy(20), None))
-    found = forecast(subject, Way(stage=3), Setting(world=4))
+    workload = Workload(title="", tokens=1, build=lambda: (models.Toy(20), None))
+    found = forecast(workload, Strategy(stage=3), Setting(world=4))
     held = found.memory.total - found.memory.tables
     assert 0 < found.padding < held
     assert held - found.padding == pytest.approx(16 * found.params / 4, abs=1)
@@ -370,20 +371,25 @@ def test_a_rehearsal_refuses_to_read_what_is_not_there() -> None:
 
 def test_the_report_adds_up(capfd: pytest.CaptureFixture[str]) -> None:
     found = planned(capfd, *SMALL, "--gpus", "64", "--accumulate", "2")
-    for way in found["ways"]:
-        assert way["fits"] and way["peak"]["bytes"] > sum(
-            way["persistent_bytes"].values()
+    for strategy in found["strategies"]:
+        assert strategy["fits"] and strategy["peak"]["bytes"] > sum(
+            strategy["persistent_bytes"].values()
         )
-        assert way["sent_bytes"].keys() == {
+        assert strategy["sent_bytes"].keys() == {
             "reduce_scatter",
             "all_gather",
             "all_gather_words",
         }
-        assert way["inside_bytes"] + way["across_bytes"] == pytest.approx(
-            sum(way["sent_bytes"].values()), rel=1e-3
+        assert strategy["inside_bytes"] + strategy["across_bytes"] == pytest.approx(
+            sum(strategy["sent_bytes"].values()), rel=1e-3
         )
-        assert way["step_s"] >= way["compute_s"] > 0 and 0 < way["utilisation"] < 1
-    held = [sum(way["persistent_bytes"].values()) for way in found["ways"]]
+        assert (
+            strategy["step_s"] >= strategy["compute_s"] > 0
+            and 0 < strategy["utilisation"] < 1
+        )
+    held = [
+        sum(strategy["persistent_bytes"].values()) for strategy in found["strategies"]
+    ]
     assert held[0] > held[1] > held[2]
     assert found["recommended"] == "stage 1, fp32"
 
@@ -419,7 +425,7 @@ def made(
         [Work("forward", flops=flops), Launch(1, "all_gather", world, sent), Wait(1)]
     )
     return Forecast(
-        way=Way(
+        strategy=Strategy(
             stage=stage,
             recipe=recipe,
             precision=Precision(),
@@ -468,7 +474,7 @@ def test_the_recommendation_has_a_reason(
     forecasts: list[Forecast], stage: int | None, says: str
 ) -> None:
     advice = advise(forecasts, 40 * GIB, 2 * GIB)
-    assert (advice.way and advice.way.stage) == stage
+    assert (advice.strategy and advice.strategy.stage) == stage
     assert says in advice.reason
 
 
@@ -477,16 +483,16 @@ def test_gathers_in_forward_are_recommended_where_they_help() -> None:
     assert (
         "gather_in_forward=True"
         in advise(
-            [slow], 40 * GIB, 2 * GIB, lambda way: made(1, 20, sent=10**11)
+            [slow], 40 * GIB, 2 * GIB, lambda strategy: made(1, 20, sent=10**11)
         ).reason
     )
     assert (
         "gather_in_forward"
-        not in advise([slow], 40 * GIB, 2 * GIB, lambda way: slow).reason
+        not in advise([slow], 40 * GIB, 2 * GIB, lambda strategy: slow).reason
     )
     assert (
         "gather_in_forward"
-        not in advise([slow], 40 * GIB, 2 * GIB, lambda way: made(1, 39)).reason
+        not in advise([slow], 40 * GIB, 2 * GIB, lambda strategy: made(1, 39)).reason
     )
 
 
@@ -545,13 +551,13 @@ def test_a_step_waits_for_the_gathers_of_the_one_before() -> None:
 
 
 def test_a_rehearsal_of_gathers_in_forward_takes_them_into_account() -> None:
-    subject = of_count(int(30e6), 4, batch=1, sequence=64, dtype=torch.float32)
+    workload = of_count(int(30e6), 4, batch=1, sequence=64, dtype=torch.float32)
     times = {}
     for late in (False, True):
         buckets = Buckets(bytes=2**20, gather_in_forward=late)
         slow = Machine(intra=1e9, inter=1e9)
         times[late] = forecast(
-            subject, Way(stage=1), Setting(world=8, machine=slow, buckets=buckets)
+            workload, Strategy(stage=1), Setting(world=8, machine=slow, buckets=buckets)
         ).timing()
     assert times[True].wire == pytest.approx(times[False].wire)
     assert times[False].wire * 0.9 < times[True].step < times[False].step

@@ -48,7 +48,7 @@ class GradScaler(torch.amp.GradScaler):
                 " per optimizer, before step(), and update() at the end of the"
                 " iteration"
             )
-        self._settle(optimizer, state)
+        self._note_overflow(optimizer, state)
         state["stage"] = OptState.UNSCALED
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +72,7 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update()")
-        self._settle(optimizer, state)
+        self._note_overflow(optimizer, state)
         # Accelerate puts a wrapper in the place of step, and takes a step for skipped
         # if it was not called.
         watched = "step" in vars(optimizer) and not hasattr(
@@ -94,7 +94,9 @@ class GradScaler(torch.amp.GradScaler):
         if self._enabled and self._scale is not None:
             self._scale.clamp_(min=torch.finfo(torch.float32).tiny)
 
-    def _settle(self, optimizer: ShardedOptimizer, state: dict[str, Any]) -> None:
+    def _note_overflow(
+        self, optimizer: ShardedOptimizer, state: dict[str, Any]
+    ) -> None:
         """Note whether this iteration's gradients are finite; nothing is sent if they
         are reduced already."""
         scale = self._get_scale_async()

@@ -1,4 +1,4 @@
-"""What a rank is about to do, told before it does it."""
+"""Announcements of collectives, before they start."""
 
 from __future__ import annotations
 

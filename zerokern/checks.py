@@ -1,4 +1,5 @@
-"""What users give, refused before anything is changed: by value, rule and remedy."""
+"""Checks of users' arguments, before anything is changed; errors say value, rule and
+remedy."""
 
 from __future__ import annotations
 

@@ -17,10 +17,10 @@ from .config import Buckets
 from .plan import arguments, quantities, report
 from .plan.advice import advise
 from .plan.calibration import calibrate
-from .plan.forecast import Forecast, Setting, Way, forecast
+from .plan.forecast import Forecast, Setting, Strategy, forecast
 from .plan.machine import Machine
 from .plan.script import dryrun
-from .plan.subject import Subject, find, of_count
+from .plan.workload import Workload, find, of_count
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,7 +72,7 @@ def _plan(options: argparse.Namespace) -> None:
     if options.calibrate:
         _calibrate(options.machine or Path("machine.json"))
         return
-    subject = _subject(options, arguments.DTYPES[options.dtype])
+    workload = _workload(options, arguments.DTYPES[options.dtype])
     buckets = Buckets(bytes=options.bucket)
     setting = Setting(
         world=options.gpus,
@@ -86,51 +86,51 @@ def _plan(options: argparse.Namespace) -> None:
             f"--reserve {quantities.gib(options.reserve)} leaves nothing of"
             " --gpu-memory; give less"
         )
-    found = _forecasts(options, subject, setting, room)
+    found = _forecasts(options, workload, setting, room)
 
-    def late(way: Way) -> Forecast:
+    def late(strategy: Strategy) -> Forecast:
         late_buckets = replace(buckets, gather_in_forward=True)
         with _status("rehearsing gathers in forward", quiet=options.json):
-            return forecast(subject, way, replace(setting, buckets=late_buckets))
+            return forecast(workload, strategy, replace(setting, buckets=late_buckets))
 
     advice = advise(found, options.gpu_memory, options.reserve, late)
     if options.plot:
-        report.plot(found, room, options.plot, subject.per)
+        report.plot(found, room, options.plot, workload.per)
     if options.json:
         print(json.dumps(report.as_json(found, advice, room), indent=2))
         return
     print(
-        f"{subject.title}: {found[0].params / 1e9:,.3g} B parameters on {setting.world}"
-        f" ranks, {subject.tokens:,} {subject.per} x {setting.accumulate} a rank and"
-        f" step; machine: {setting.machine.name}"
+        f"{workload.title}: {found[0].params / 1e9:,.3g} B parameters on"
+        f" {setting.world} ranks, {workload.tokens:,} {workload.per} x"
+        f" {setting.accumulate} a rank and step; machine: {setting.machine.name}"
     )
-    _print_table(report.table(found, room, subject.per))
-    choice = f"Take {advice.way.title}" if advice.way else "There is no way"
+    _print_table(report.table(found, room, workload.per))
+    choice = f"Take {advice.strategy.title}" if advice.strategy else "There is no way"
     print(f"\n{choice}: {advice.reason}.")
 
 
 def _forecasts(
-    options: argparse.Namespace, subject: Subject, setting: Setting, room: int
+    options: argparse.Namespace, workload: Workload, setting: Setting, room: int
 ) -> list[Forecast]:
     """Rehearse what was asked for; with checkpointing too if nothing fits without."""
     found: list[Forecast] = []
     for checkpointing in (True,) if options.checkpointing else (False, True):
         for name in dict.fromkeys(options.recipe):
             for stage in sorted(set(options.stage)):
-                way = Way(
+                strategy = Strategy(
                     stage=stage,
                     recipe=name,
                     precision=arguments.RECIPES[name],
                     checkpointing=checkpointing,
                 )
-                with _status(f"rehearsing {way.title}", quiet=options.json):
-                    found.append(forecast(subject, way, setting))
+                with _status(f"rehearsing {strategy.title}", quiet=options.json):
+                    found.append(forecast(workload, strategy, setting))
         if found[0].peak is None or any(f.needs <= room for f in found):
             break
     return found
 
 
-def _subject(options: argparse.Namespace, dtype: torch.dtype) -> Subject:
+def _workload(options: argparse.Namespace, dtype: torch.dtype) -> Workload:
     given = {"batch": options.batch, "sequence": options.sequence, "dtype": dtype}
     if (options.model is None) == (options.params is None):
         raise ValueError(

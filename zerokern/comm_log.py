@@ -1,4 +1,4 @@
-"""What is recorded of every collective, and of the time spent waiting for them."""
+"""The record of each collective, and of the time spent waiting for them."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Precision:
     """
 
     master: Master = "fp32"
-    """What keeps 16-bit parameters precise; fp32 parameters need nothing.
+    """How 16-bit parameters stay precise; fp32 parameters need nothing.
 
     "fp32": an fp32 copy, 4 bytes. "split32": the 16 bits that a bf16 parameter lacks to
     fp32, 2 bytes. "split24": 8 of them, 1 byte, rounded stochastically. "none":
@@ -71,7 +71,7 @@ class Precision:
     """dtype of the reduced gradients, which a rank holds for its shard."""
 
     seed: int = 0
-    """What stochastic rounding derives from, besides step, parameter and element.
+    """The seed of stochastic rounding, beside step, parameter and element.
     torch's generators are not used."""
 
     def __post_init__(self) -> None:

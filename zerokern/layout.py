@@ -20,7 +20,7 @@ BLOCK = 64
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What the layout must know of a parameter."""
+    """A parameter, as far as the layout depends on it."""
 
     name: str
     shape: tuple[int, ...]

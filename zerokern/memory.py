@@ -16,7 +16,7 @@ class Memory:
     gradients: int
     """Full or sharded gradients that outlive the backward pass."""
     master: int
-    """What makes 16-bit parameters precise: fp32 masters, or the low bits of split
+    """Bytes that make 16-bit parameters precise: fp32 masters, or the low bits of split
     ones."""
     moments: int
     buffers: int

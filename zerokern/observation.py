@@ -1,4 +1,4 @@
-"""What can be seen of an optimizer at work: gradients, norms, bytes, collectives."""
+"""Views of an optimizer at work: gradients, norms, bytes, collectives."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Observation:
                 " optimizer trains"
             )
         coordinator.refuse_in_backward("reading a gradient")
-        coordinator.settle()
+        coordinator.synchronize()
         if not coordinator.updater.was_used(handle.column):
             return None
         for bucket in coordinator.gradients:

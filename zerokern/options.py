@@ -14,7 +14,7 @@ from .config import Buckets, Precision
 
 
 class Options(TypedDict, total=False):
-    """What every optimizer takes beside the arguments that torch's has."""
+    """Arguments of every optimizer beside those that torch's has."""
 
     stage: int
     """1 shards optimizer state, 2 gradients too, 3 parameters too. Default: 1."""

@@ -1,5 +1,5 @@
-"""Rehearsals: fake tensors have shapes and no values, and a fake process group sends
-nothing to nobody.
+"""Rehearsals: runs on fake tensors, which have no values, and a fake process group,
+which sends nothing.
 
 All of zerokern runs on them as it runs in earnest, so that the log of collectives and
 the bytes in use are those of the real run; only kernels and transfers, at the very
@@ -58,15 +58,14 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 def address(tensor: Tensor) -> tuple[int, int]:
-    """Return where a tensor's memory begins; for a fake one, where it would."""
+    """Return where a tensor's memory begins: comparable, also for fake tensors."""
     if is_fake(tensor):
         return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
     return tensor.data_ptr(), 0
 
 
 class Transfer:
-    """A collective under way that never was; waited for as a
-    `torch.distributed.Work`."""
+    """A collective that is only announced; has `wait`, as torch.distributed.Work."""
 
     def __init__(self, op: str, group: int, sent: int) -> None:
         self._numbers = [

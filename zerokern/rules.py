@@ -1,4 +1,4 @@
-"""What one update rule adds to a sharded optimizer: the states it keeps, and where its
+"""Update rules, as data: the states that one keeps, and where its
 numbers for the scalar table come from."""
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from .state import OptimizerState
 
 
 class _Parts(NamedTuple):
-    """What a newer optimizer over the same parameters takes away."""
+    """The parts that go when a newer optimizer takes the parameters over."""
 
     coordinator: Coordinator
     state: OptimizerState
@@ -91,7 +91,7 @@ class ShardedOptimizer(Optimizer):
         self._clip_once: float | Tensor | None = None
         self._loss_scale: Tensor | None = None
         self._last_scale: Tensor | None = None
-        """What the coming step divides the gradients by, and the last one did."""
+        """The divisor of the gradients in the coming step, and in the last one."""
         # From the first moment on: an empty state makes DCP take a step.
         for param, views in state.by_param().items():
             self.state[param] = views
@@ -154,7 +154,7 @@ class ShardedOptimizer(Optimizer):
             checks.check_loss(loss)
         if loss_scale is not None:
             coordinator.refuse_in_backward("a loss scale")
-        changed = coordinator.settle()
+        changed = coordinator.synchronize()
         max_norm: float | Tensor | None = self.max_grad_norm
         if self._clip_once is not None and not changed:
             # Gradients that came later are not those that were to be clipped.
@@ -248,7 +248,7 @@ class ShardedOptimizer(Optimizer):
         coordinator = self.coordinator
         coordinator.refuse_in_backward("clip_grad_norm_")
         with torch.no_grad():
-            coordinator.settle()
+            coordinator.synchronize()
             self._clip_once = max_norm
             return coordinator.updater.norm(self._loss_scale).float()
 
@@ -269,7 +269,7 @@ class ShardedOptimizer(Optimizer):
         coordinator = self.coordinator
         coordinator.refuse_in_backward("a loss scale")
         with torch.no_grad():
-            coordinator.settle()
+            coordinator.synchronize()
             self._loss_scale = loss_scale
             return (~coordinator.updater.norm().isfinite()).float().reshape(1)
 

@@ -138,7 +138,7 @@ class OptimizerState:
             self.is_consolidated = True
 
     def forget(self) -> None:
-        """What was gathered is out of date."""
+        """Drop what was gathered: it is out of date."""
         self._whole = None
         self.is_consolidated = False
 

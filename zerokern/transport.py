@@ -37,7 +37,7 @@ LOG_LENGTH = 65_536
 TAGS = 2**20
 
 Pairs = Sequence[tuple[Tensor, Tensor, int]]
-"""What is sent to a rank of the group, where its answer is received, and that rank."""
+"""For each peer: the tensor to send, the tensor to receive into, its rank."""
 
 
 class Transport:
@@ -103,7 +103,7 @@ class Transport:
     # ------------------------------------------------------------ steps
 
     def end_construction(self) -> None:
-        """What was sent until now is of no step."""
+        """Start counting; construction belongs to no step."""
         self._building = False
         self._sent, self._host, self.stream_waits = 0, 0.0, StreamWaits()
 

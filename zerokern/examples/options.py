@@ -1,4 +1,4 @@
-"""What the user of the job chooses, checked before anything starts."""
+"""The options of the job, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Options:
     dtype: str = "fp32"
     """fp32, or bf16."""
     master: Master = "fp32"
-    """What keeps bf16 weights precise in the sharded runs: see zerokern.Precision."""
+    """How bf16 weights stay precise in the sharded runs: see zerokern.Precision."""
     moments: Moments = "fp32"
     """How the sharded runs store the moments: see zerokern.Precision."""
     device: str = "auto"

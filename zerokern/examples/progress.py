@@ -1,4 +1,4 @@
-"""What is shown while a run trains: a bar on a terminal, plain lines elsewhere."""
+"""Progress of a run: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a job found, as a table, a plot and a file: each measured number beside the one
-that theory gives."""
+"""The results of a job, as a table, a plot and a file: each measured number beside the
+one that theory gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ZeRO promises: bytes that a rank holds and sends, from the paper's formulas.
+"""The bytes that a rank holds and sends under ZeRO, from the paper's formulas.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
 Models" (2020), sections 5 and 7.
@@ -29,7 +29,7 @@ class StateBytes:
     wide."""
 
     master: float
-    """What 16-bit weights lack to fp32, or to 24 bits; nothing for an fp32 model."""
+    """Bytes that complete 16-bit weights to 24 or 32 bits; none for an fp32 model."""
 
     moments: float
     """Adam's two moments."""

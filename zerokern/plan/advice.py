@@ -1,11 +1,12 @@
-"""Which way to train: the least sharding that fits, and what to do where none does."""
+"""Which strategy to recommend: the least sharding that fits, and what to do where none
+does."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .forecast import Forecast, Way
+from .forecast import Forecast, Strategy
 from .quantities import gib
 
 EXPOSED = 0.1
@@ -18,7 +19,7 @@ WORTH = 0.98
 class Advice:
     """A recommendation and its reason."""
 
-    way: Way | None
+    strategy: Strategy | None
     reason: str
 
 
@@ -26,17 +27,17 @@ def advise(
     forecasts: Sequence[Forecast],
     gpu_memory: int,
     reserve: int,
-    late: Callable[[Way], Forecast] | None = None,
+    late: Callable[[Strategy], Forecast] | None = None,
 ) -> Advice:
-    """Recommend one of the ways, or say what is too large.
+    """Recommend one of the strategies, or say what is too large.
 
     Args:
-        forecasts: of the ways that were tried, the plainer before the leaner: without
-            checkpointing and with it, then by recipe, then by stage.
+        forecasts: of the strategies that were tried, the plainer before the leaner:
+            without checkpointing and with it, then by recipe, then by stage.
         gpu_memory: bytes of a GPU.
         reserve: of these, what the driver, the allocator and NCCL keep.
-        late: forecasts a way with `Buckets(gather_in_forward=True)`, to see whether
-            that hides what is exposed.
+        late: forecasts a strategy with `Buckets(gather_in_forward=True)`, to see
+            whether that hides what is exposed.
     """
     room = gpu_memory - reserve
     chosen = next((f for f in forecasts if f.needs <= room), None)
@@ -44,35 +45,43 @@ def advise(
         return Advice(None, _too_large(forecasts, room))
     reasons = [f"needs {gib(chosen.needs)} of {gib(room)}"]
     lower = [
-        f for f in forecasts if f.way.stage < chosen.way.stage and _alike(f, chosen)
+        f
+        for f in forecasts
+        if f.strategy.stage < chosen.strategy.stage and _alike(f, chosen)
     ]
     if lower:
-        reasons.append(f"stage {lower[-1].way.stage} would need {gib(lower[-1].needs)}")
+        reasons.append(
+            f"stage {lower[-1].strategy.stage} would need {gib(lower[-1].needs)}"
+        )
     plain = [
         f
         for f in forecasts
-        if f.way.stage == chosen.way.stage and f.way.recipe == chosen.way.recipe
+        if f.strategy.stage == chosen.strategy.stage
+        and f.strategy.recipe == chosen.strategy.recipe
     ]
-    if chosen.way.checkpointing and plain[0] is not chosen:
+    if chosen.strategy.checkpointing and plain[0] is not chosen:
         saved = plain[0].needs - chosen.needs
         extra = chosen.trace.flops() / plain[0].trace.flops() - 1
         reasons.append(
             f"checkpointing saves {gib(saved)} of activations for {extra:.0%} more"
             " compute"
         )
-    elif chosen.way.recipe != forecasts[0].way.recipe:
-        reasons.append(f"with {forecasts[0].way.recipe} state nothing fits")
+    elif chosen.strategy.recipe != forecasts[0].strategy.recipe:
+        reasons.append(f"with {forecasts[0].strategy.recipe} state nothing fits")
     return Advice(
-        chosen.way, "; ".join([*reasons, *_about_the_wire(chosen, room, late)])
+        chosen.strategy, "; ".join([*reasons, *_about_the_wire(chosen, room, late)])
     )
 
 
 def _alike(a: Forecast, b: Forecast) -> bool:
-    return a.way.recipe == b.way.recipe and a.way.checkpointing == b.way.checkpointing
+    return (
+        a.strategy.recipe == b.strategy.recipe
+        and a.strategy.checkpointing == b.strategy.checkpointing
+    )
 
 
 def _about_the_wire(
-    chosen: Forecast, room: int, late: Callable[[Way], Forecast] | None
+    chosen: Forecast, room: int, late: Callable[[Strategy], Forecast] | None
 ) -> list[str]:
     timing = chosen.timing()
     machine = chosen.setting.machine
@@ -83,8 +92,8 @@ def _about_the_wire(
     ]
     if (
         late is not None
-        and chosen.way.stage < 3
-        and (other := late(chosen.way)).needs <= room
+        and chosen.strategy.stage < 3
+        and (other := late(chosen.strategy)).needs <= room
     ):
         step = other.timing().step
         if step < WORTH * timing.step:
@@ -92,7 +101,7 @@ def _about_the_wire(
                 "Buckets(gather_in_forward=True) shortens a step from"
                 f" {timing.step:.3g} s to {step:.3g} s"
             )
-    if chosen.way.stage == 3 and chosen.setting.world > machine.per_node:
+    if chosen.strategy.stage == 3 and chosen.setting.world > machine.per_node:
         found.append(
             f"{gib(timing.across)} a step go between nodes: shards within a node"
             " (hybrid sharding, ZeRO++'s hpZ) would leave only gradients to them, and"
@@ -107,7 +116,7 @@ def _about_the_wire(
 def _too_large(forecasts: Sequence[Forecast], room: int) -> str:
     least = min(forecasts, key=lambda f: f.needs)
     said = (
-        f"nothing fits: {least.way.title} needs the least, {gib(least.needs)} of"
+        f"nothing fits: {least.strategy.title} needs the least, {gib(least.needs)} of"
         f" {gib(room)}"
     )
     if least.largest_unit > room / 2:

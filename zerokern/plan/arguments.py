@@ -1,4 +1,4 @@
-"""What `zerokern plan` can be told on the command line."""
+"""The command line of `zerokern plan`."""
 
 from __future__ import annotations
 

@@ -19,11 +19,11 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from ..config import Buckets
 from ..optimizer import AdamW
 from .decoder import Decoder
-from .forecast import Setting, Way, forecast
+from .forecast import Setting, Strategy, forecast
 from .machine import Machine
 from .rates import fit
 from .rehearsal import Trace
-from .subject import Subject
+from .workload import Workload
 
 STEPS = 8
 """Measured steps of a job in a round."""
@@ -33,7 +33,7 @@ ROUNDS = 4
 
 @dataclass(frozen=True)
 class Job:
-    """A model and a way to train it."""
+    """A model and how it is trained."""
 
     layers: int
     width: int
@@ -52,13 +52,13 @@ class Job:
 
     def trace(self, world: int) -> Trace:
         """Return what a step does."""
-        subject = Subject(
+        workload = Workload(
             title="",
             tokens=self.tokens,
             build=lambda: (self.model(), lambda model: model.loss(self.text())),
         )
         setting = Setting(world=world, buckets=Buckets(bytes=self.bucket))
-        return forecast(subject, Way(stage=self.stage), setting).trace
+        return forecast(workload, Strategy(stage=self.stage), setting).trace
 
 
 JOBS = [

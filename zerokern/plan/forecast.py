@@ -1,4 +1,4 @@
-"""What one way to train would take: bytes, collectives, seconds. A rehearsal of two
+"""A forecast of a strategy: bytes, collectives, seconds. A rehearsal of two
 steps of the real code."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .ledger import Peak
 from .machine import Machine
 from .rehearsal import Rehearsal, Trace, Work
 from .replay import Timing, replay
-from .subject import Loss, Subject
+from .workload import Loss, Workload
 
 MANY = 2**15
 """Ranks whose list alone takes a while: whether the model is large enough for them is
@@ -32,7 +32,7 @@ asked first."""
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The cluster, and what every way to train on it has in common."""
+    """The cluster, and what all strategies on it have in common."""
 
     world: int
     """Ranks."""
@@ -46,12 +46,12 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
-    """One way to train."""
+class Strategy:
+    """A stage, a recipe of precisions, with or without checkpointing."""
 
     stage: int
     recipe: str = ""
-    """What `precision` is called."""
+    """The name of `precision`."""
     precision: Precision = field(default_factory=Precision)
     checkpointing: bool = False
     """Recompute the activations of every unit in backward."""
@@ -65,9 +65,9 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What it takes, per rank. All ranks hold and send the same: shards are equal."""
+    """Figures per rank. All ranks hold and send the same: shards are equal."""
 
-    way: Way
+    strategy: Strategy
     setting: Setting
     params: int
     memory: Memory
@@ -125,7 +125,7 @@ class Forecast:
         return self.model_flops() / self.timing().step / self.setting.machine.peak
 
 
-def forecast(subject: Subject, way: Way, setting: Setting) -> Forecast:
+def forecast(workload: Workload, strategy: Strategy, setting: Setting) -> Forecast:
     """Rehearse two steps and return what they take.
 
     Raises:
@@ -133,19 +133,19 @@ def forecast(subject: Subject, way: Way, setting: Setting) -> Forecast:
     """
     if setting.world > MANY:
         with Rehearsal(1):
-            check_size(subject.build()[0], setting.world)
+            check_size(workload.build()[0], setting.world)
     with Rehearsal(setting.world, setting.rank) as rehearsal:
-        model, loss = subject.build()
+        model, loss = workload.build()
         model.train()
         params = check_size(model, setting.world)
-        if way.checkpointing:
+        if strategy.checkpointing:
             checkpoint_units(model, setting.buckets)
         optimizer = AdamW(
             model.parameters(),
             lr=1e-3,
-            stage=way.stage,
+            stage=strategy.stage,
             model=model,
-            precision=way.precision,
+            precision=strategy.precision,
             buckets=setting.buckets,
         )
         gc.collect()
@@ -156,7 +156,7 @@ def forecast(subject: Subject, way: Way, setting: Setting) -> Forecast:
                 _step(model, loss, optimizer, setting)
         gc.collect()
         return Forecast(
-            way=way,
+            strategy=strategy,
             setting=setting,
             params=params,
             memory=optimizer.memory(),
@@ -166,7 +166,7 @@ def forecast(subject: Subject, way: Way, setting: Setting) -> Forecast:
             largest_unit=_largest_unit(optimizer),
             calls=optimizer.comm_log(),
             trace=rehearsal.record(),
-            samples=subject.tokens,
+            samples=workload.tokens,
         )
 
 

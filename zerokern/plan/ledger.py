@@ -33,7 +33,7 @@ class Peak:
     gathered: int = 0
     """Of these, units whose parameters are whole for a while."""
     buckets: int = 0
-    """Of these, buckets and chunks of gradients under way."""
+    """Of these, buckets and chunks of gradients under strategy."""
     where: str = ""
     """The phase, and the operation that reached it."""
     holders: Mapping[str, int] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Ledger(TorchDispatchMode):
         """Of these, scratch memory of zerokern."""
         self.peak = Peak()
         self.outside = "forward"
-        """What is going on while no backward pass is."""
+        """The phase, while no backward pass runs."""
         self.timeline: list[tuple[str, int]] = []
         """(phase, live bytes) after every operation that changed them."""
         self._on_operation = on_operation
@@ -103,7 +103,7 @@ class Ledger(TorchDispatchMode):
 
     @property
     def phase(self) -> str:
-        """What is going on: "backward", or what was said of the rest."""
+        """The phase: "backward", or the one that was set."""
         return "backward" if torch._C._current_graph_task_id() != -1 else self.outside
 
     def count(self, tensor: Tensor, maker: str) -> None:

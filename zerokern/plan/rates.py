@@ -1,4 +1,4 @@
-"""Rates of a machine from the times that it took for what is known."""
+"""A machine's rates, fitted to measured steps of known work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GAIN = 1e-9
 HALVINGS = 8
 """Slopes hold nearby: steps are tried down to 1/128 of what they promise."""
 NOTHING = 1e-30
-"""What costs nothing costs so much: rates are finite."""
+"""The least cost, in seconds: rates must be finite."""
 
 
 def fit(observed: Sequence[tuple[Trace, int, float]], machine: Machine) -> Machine:

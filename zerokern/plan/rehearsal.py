@@ -72,12 +72,12 @@ class Wait:
 
 @dataclass
 class Trace:
-    """What a rank does, in order."""
+    """The work of a rank, in order."""
 
     events: list[Work | Launch | Wait] = field(default_factory=list)
 
     def work(self, phase: str) -> Work:
-        """Return the work under way, a new one where a collective came between."""
+        """Return the work under strategy, a new one where a collective came between."""
         last = self.events[-1] if self.events else None
         if not isinstance(last, Work) or last.phase != phase:
             last = Work(phase)
@@ -249,7 +249,7 @@ _MESHES = (
     (device_mesh.DeviceMesh, "__getitem__"),
     (device_mesh.DeviceMesh, "_flatten"),
 )
-"""What reads the ranks of a mesh from a tensor."""
+"""Code of torch that reads the ranks of a mesh from a tensor."""
 
 
 def _swap(param: Tensor, applied: Tensor) -> None:

@@ -90,15 +90,15 @@ def table(forecasts: Sequence[Forecast], room: int, per: str) -> list[list[str]]
                 f"{forecast.throughput():,.0f}",
                 f"{forecast.utilisation():.0%}",
             ]
-        rows.append([forecast.way.title, *cells])
+        rows.append([forecast.strategy.title, *cells])
     return rows
 
 
 def as_json(forecasts: Sequence[Forecast], advice: Advice, room: int) -> dict[str, Any]:
     """Return everything, for programs."""
     return {
-        "ways": [_one(forecast, room) for forecast in forecasts],
-        "recommended": None if advice.way is None else advice.way.title,
+        "strategies": [_one(forecast, room) for forecast in forecasts],
+        "recommended": None if advice.strategy is None else advice.strategy.title,
         "reason": advice.reason,
     }
 
@@ -106,10 +106,10 @@ def as_json(forecasts: Sequence[Forecast], advice: Advice, room: int) -> dict[st
 def _one(forecast: Forecast, room: int) -> dict[str, Any]:
     timing = forecast.timing() if forecast.peak is not None else None
     return {
-        "way": forecast.way.title,
-        "stage": forecast.way.stage,
-        "recipe": forecast.way.recipe,
-        "checkpointing": forecast.way.checkpointing,
+        "strategy": forecast.strategy.title,
+        "stage": forecast.strategy.stage,
+        "recipe": forecast.strategy.recipe,
+        "checkpointing": forecast.strategy.checkpointing,
         "world": forecast.setting.world,
         "params": forecast.params,
         "persistent_bytes": asdict(forecast.memory),
@@ -195,7 +195,7 @@ def worlds(largest: int) -> list[int]:
 
 
 def plot(forecasts: Sequence[Forecast], room: int, path: Path, per: str) -> None:
-    """Draw throughput against ranks for each way, and the bytes at the peak.
+    """Draw throughput against ranks for each strategy, and the bytes at the peak.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -211,13 +211,17 @@ def plot(forecasts: Sequence[Forecast], room: int, path: Path, per: str) -> None
     for colour, forecast in zip(COLOURS * len(forecasts), forecasts, strict=False):
         if forecast.peak is not None:
             counts = worlds(forecast.setting.world)
-            style = "--" if forecast.way.recipe != forecasts[0].way.recipe else "-"
+            style = (
+                "--"
+                if forecast.strategy.recipe != forecasts[0].strategy.recipe
+                else "-"
+            )
             speed.plot(
                 counts,
                 [forecast.throughput(w) for w in counts],
                 style,
                 color=colour,
-                label=forecast.way.title,
+                label=forecast.strategy.title,
             )
     speed.set(
         xscale="log",
@@ -227,7 +231,7 @@ def plot(forecasts: Sequence[Forecast], room: int, path: Path, per: str) -> None
         title="Throughput",
     )
     speed.legend(fontsize="small")
-    titles = [forecast.way.title for forecast in forecasts]
+    titles = [forecast.strategy.title for forecast in forecasts]
     below = [0.0] * len(forecasts)
     for colour, role in zip(COLOURS, [*ROLES, *AT_THE_PEAK], strict=True):
         heights = [parts_of(forecast).get(role, 0) / 2**30 for forecast in forecasts]

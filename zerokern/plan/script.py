@@ -27,7 +27,7 @@ from .rehearsal import Rehearsal, Trace
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a script did until it ended or had made its steps."""
+    """The work of a script, until it ended or had made its steps."""
 
     rank: int
     world: int

@@ -31,7 +31,7 @@ from .updater import Updater
 
 @dataclass(frozen=True)
 class Sharding:
-    """What is sharded beside optimizer states, which always are.
+    """Which tensors are sharded beside optimizer states, which always are.
 
     Over the one axis that there is. With a mesh, each field will say over which axes.
     """
@@ -54,7 +54,7 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What a coordinator is made from: all ranks have agreed on it."""
+    """The parts that a coordinator is made from: all ranks have agreed on them."""
 
     layout: Layout
     handles: ParamHandles
@@ -128,7 +128,7 @@ class Coordinator:
             self._schedule.begin(self.reducer)
         self._joined: Join | None = None
         """Inside of `join`."""
-        self._settled: list[int] = []
+        self._synchronized: list[int] = []
         """Generations of the gradients whose norm was gathered."""
 
     # ---------------------------------------------------------------- construction
@@ -219,15 +219,15 @@ class Coordinator:
 
     # ---------------------------------------------------------------- the step
 
-    def settle(self) -> bool:
+    def synchronize(self) -> bool:
         """Have all gradients reduced and the small vector exchanged. Return False if
         that was so already."""
         self.parameters.prepare_step()
-        with torch.autograd.profiler.record_function("zerokern::settle gradients"):
-            self.reducer.settle()
+        with torch.autograd.profiler.record_function("zerokern::synchronize gradients"):
+            self.reducer.synchronize()
             if self.updater.gathered is not None:
                 generations = [bucket.generation for bucket in self.gradients]
-                if generations == self._settled:
+                if generations == self._synchronized:
                     return False
             announcements = self.transport.announcements
             if announcements.are_heard:
@@ -236,16 +236,16 @@ class Coordinator:
         return True
 
     def gather_norm(self) -> None:
-        """Exchange the small vector of settled gradients."""
+        """Exchange the small vector of reduced gradients."""
         self.updater.gather_norm(self._used(self.gradients))
 
     def _used(self, buckets: Sequence[GradientBucket]) -> list[int]:
         """Return the columns of the parameters that have a gradient in these buckets,
         and remember how these are."""
         columns = []
-        self._settled.clear()
+        self._synchronized.clear()
         for bucket in buckets:
-            self._settled.append(bucket.generation)
+            self._synchronized.append(bucket.generation)
             for slot in bucket.slots:
                 if slot.state in HAS_REDUCED:
                     columns.append(slot.handle.column)
@@ -257,7 +257,7 @@ class Coordinator:
         loss_scale: Tensor | None = None,
     ) -> None:
         """Update every bucket in one launch each, and send the result on its way. The
-        gradients are settled.
+        gradients are reduced.
 
         Args:
             max_norm: clip to this total norm.

@@ -1,4 +1,4 @@
-"""What is known of each parameter, and the only way to look one up."""
+"""Handles: all numbers and names of a parameter, and the only way to look one up."""
 
 from __future__ import annotations
 

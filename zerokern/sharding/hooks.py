@@ -86,7 +86,7 @@ class ModuleHook:
 
 
 class _Nothing:
-    """What a hook becomes in a copy."""
+    """The hook of a copied module: it does nothing."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         return None

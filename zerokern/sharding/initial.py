@@ -45,7 +45,7 @@ class Initial:
         self._visited: set[str] = set()
         """Modules all of whose parameters were made."""
         self._names: set[str] = set()
-        """What a mapping has."""
+        """The values of a mapping."""
         if init is None:
             self._check_modules()
         elif not callable(init):

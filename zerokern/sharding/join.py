@@ -15,7 +15,7 @@ from ..transport import Transport
 from .reducer import Reducer
 
 EVENTS = ("idle", "reduce", "gather", "norm", "step")
-"""What a rank announces before it does it."""
+"""Announced by a rank before it does so."""
 INDICES = 2**32
 
 
@@ -30,7 +30,7 @@ class Units(Protocol):
 
 
 class Steps(Protocol):
-    """What follows when all gradients are reduced."""
+    """The rest of a step, when all gradients are reduced."""
 
     def gather_norm(self) -> None:
         """Exchange the small vector."""

@@ -135,8 +135,8 @@ class _Reduced:
 
 
 class ReducedGradient(_Reduced, Tensor):
-    """What p.grad is once it was averaged over the ranks: the parameter's shape, no
-    memory of its own.
+    """The p.grad of a gradient that was averaged over the ranks: the parameter's shape,
+    no memory of its own.
 
     Zeroing it drops the gradient, which is noticed by its version counter. Reading it
     is an error that names the remedy.

@@ -93,8 +93,8 @@ class Reducer:
         self._in_flight: deque[GradientBucket] = deque()
         self._passes = BackwardPasses(self)
         self._accumulates: bool | None = None
-        """What was reduced last is to be added to; known when the first bucket is
-        opened again."""
+        """Whether gradients add to what was reduced last; known when the first bucket
+        is opened again."""
         self._zeroed = True
         """zero_grad was called since the last round."""
         self._handles = Handles()
@@ -283,7 +283,7 @@ class Reducer:
 
     # ---------------------------------------------------------------- at the step
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Leave every gradient reduced: of passes under no_sync, assigned by hand,
         late, or of no pass at all.
 

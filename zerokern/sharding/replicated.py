@@ -37,8 +37,7 @@ class ReplicatedBucket:
         self._placeholders = Placeholders(parameters.params, self)
         self._in_forward = in_forward
         self._versions: list[int] = []
-        """What torch counts of writes to the parameters. Our kernels are not
-        counted."""
+        """Torch's counts of writes to the parameters. Our kernels are not counted."""
         self.note_versions()
 
     def publish(self) -> None:

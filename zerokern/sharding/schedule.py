@@ -71,7 +71,7 @@ def _following(order: Sequence[str], name: str, position: int) -> Sequence[str]:
 
 
 class UnitBackward:
-    """What is known of one unit's backward: which calls and inputs it has still to come
+    """The state of one unit's backward: which calls and inputs it has still to come
     to, and whether more gradients of its parameters can come."""
 
     def __init__(self, gradients: Sequence[GradientBucket]) -> None:

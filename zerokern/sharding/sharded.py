@@ -27,7 +27,7 @@ class ShardedParameters:
         """
         self._transport = transport
         self.saved = SavedParameters()
-        """What autograd has saved of them."""
+        """Those that autograd has saved for backward."""
         self.units = {
             name: Unit(name, index, transport, self.saved.gathered)
             for index, name in enumerate(units)

@@ -29,7 +29,7 @@ HAS_REDUCED = (SlotState.REDUCED, SlotState.BOTH)
 
 
 class Seen(enum.Enum):
-    """What p.grad is, compared with what was left in it."""
+    """A look at p.grad: is it what was left in it?"""
 
     KEPT = enum.auto()
     """As it was left."""
@@ -57,13 +57,13 @@ class GradientSlot:
         self.state = SlotState.EMPTY
         self.placeholder = ReducedGradient.of(handle.param, handle.name)
         self.seen = Seen.GONE
-        """What p.grad was when it was last looked at."""
+        """The result of the last look at p.grad."""
         self.view: Tensor | None = None
         """Its part of the bucket, while the bucket has memory."""
         self.waiting: Tensor | None = None
         """A local gradient that is still to be packed into the bucket."""
         self._left: Tensor | None = None
-        """What was left in p.grad, and how often it had been written to by then."""
+        """The tensor that was left in p.grad, and its version at that time."""
         self._version = 0
         self._arrived = 0
         self._expected = 1
@@ -141,13 +141,13 @@ class GradientSlot:
         self.state = SlotState.LOCAL
 
     def drop_local(self) -> None:
-        """What the bucket has is not wanted any more."""
+        """Drop what the bucket has."""
         reduced = self.state in HAS_REDUCED
         self.state = SlotState.REDUCED if reduced else SlotState.EMPTY
         self.waiting = None
 
     def drop_reduced(self) -> None:
-        """What the shard has is not wanted any more."""
+        """Drop what the shard has."""
         local = self.state in HAS_LOCAL
         self.state = SlotState.LOCAL if local else SlotState.EMPTY
 

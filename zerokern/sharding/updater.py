@@ -72,7 +72,7 @@ class Updater:
         self.gathered: Tensor | None = None
         """The words of this step, once exchanged."""
         self._staged: dict[str, Tensor] = {}
-        """What the last step sent to the GPU, in pinned memory; a CUDA graph reads it
+        """The last step's numbers for the GPU, in pinned memory; a CUDA graph reads it
         from there at every replay."""
         self._form_table = ops.prepared_scalars(
             self.table,

@@ -1,5 +1,5 @@
-"""What is planned: a model, and the loss of one batch of it. Built on fakes, so that
-its size does not matter."""
+"""The workload to plan for: a model, and the loss of one batch of it. Built on fakes,
+so that its size does not matter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Loss = Callable[[nn.Module], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class Workload:
     """A model that can be built, and what a rank feeds it."""
 
     title: str
@@ -32,11 +32,11 @@ class Subject:
     tokens: int
     """Tokens (of a language model) or samples in a rank's batch."""
     per: str = "tokens"
-    """What `tokens` counts."""
+    """The unit of `tokens`."""
 
 
-def find(model: str, *, batch: int, sequence: int, dtype: torch.dtype) -> Subject:
-    """Return the subject that a word of the command line names.
+def find(model: str, *, batch: int, sequence: int, dtype: torch.dtype) -> Workload:
+    """Return the workload that a word of the command line names.
 
     Args:
         model: "package.module:name" of a module class, or of a function without
@@ -62,7 +62,7 @@ def find(model: str, *, batch: int, sequence: int, dtype: torch.dtype) -> Subjec
 
 def of_count(
     params: int, layers: int, *, batch: int, sequence: int, dtype: torch.dtype
-) -> Subject:
+) -> Workload:
     """Return a decoder-only language model of about so many parameters.
 
     Args:
@@ -78,10 +78,10 @@ def of_count(
         return model, lambda model: model.loss(text)
 
     title = f"a decoder of {layers} layers, {width} wide"
-    return Subject(title=title, build=build, tokens=batch * sequence)
+    return Workload(title=title, build=build, tokens=batch * sequence)
 
 
-def _of_import(path: str, batch: int, dtype: torch.dtype) -> Subject:
+def _of_import(path: str, batch: int, dtype: torch.dtype) -> Workload:
     module_name, _, name = path.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
@@ -131,7 +131,7 @@ def _of_import(path: str, batch: int, dtype: torch.dtype) -> Subject:
         _check_built(path, model)
         return model.to(dtype), loss
 
-    return Subject(title=path, build=build, tokens=batch, per="samples")
+    return Workload(title=path, build=build, tokens=batch, per="samples")
 
 
 def _check_built(path: str, model: nn.Module) -> None:
@@ -148,7 +148,7 @@ def _lazy(param: str, path: str) -> ValueError:
     )
 
 
-def _of_config(path: Path, batch: int, sequence: int, dtype: torch.dtype) -> Subject:
+def _of_config(path: Path, batch: int, sequence: int, dtype: torch.dtype) -> Workload:
     try:
         import transformers
     except ImportError:
@@ -187,7 +187,7 @@ def _of_config(path: Path, batch: int, sequence: int, dtype: torch.dtype) -> Sub
         return model, lambda model: model(**given).loss
 
     tokens = batch if image else batch * sequence
-    return Subject(
+    return Workload(
         title=path.name,
         build=build,
         tokens=tokens,
