@@ -113,6 +113,7 @@ class Coordinator:
                 self.parameters, modules, self.gradients, overlap=options.overlap
             )
             self._methods = ForwardMethods(self._schedule)
+            self.parameters.hook(modules[ROOT])
         elif options.gather_in_forward:
             units = [module for name, module in modules.items() if name != ROOT]
             self.parameters.hook(units, self.handles)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..eager import eager
+from . import transforms
 
 
 class Handles:
@@ -107,7 +108,7 @@ class GradientHook:
     @eager
     def __call__(self, grad: Tensor) -> None:
         owner = self._owner()
-        if owner is not None:
+        if owner is not None and transforms.innermost() is None:
             first, self._first = self._first, False
             self._method(owner, self._argument, first)
 

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from .placeholders import without_placeholders
-from .units import Gathered, Unit, UnitBucket
+from .units import Gathered, Unit, UnitBucket, UnitState
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """pack, and unpack, as of torch.autograd.graph.saved_tensors_hooks."""
@@ -140,10 +139,8 @@ class SavedParameters:
                 " before you drop the optimizer"
             )
         leaf = None if saved.param is None else saved.param()
-        version = saved.version
-        if leaf is not None:
-            with without_placeholders():
-                version = leaf._version
+        # A placeholder tells its version, too.
+        version = saved.version if leaf is None else leaf._version
         if version != saved.version or unit.updates != saved.updates:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified"
@@ -151,10 +148,10 @@ class SavedParameters:
                 f" of unit {unit.title!r} was written to or updated between forward and"
                 " backward"
             )
-        gatherer.need(unit)
+        if unit.state is not UnitState.WHOLE:
+            gatherer.need(unit)
         assert bucket.whole is not None
-        with torch.no_grad():
-            return bucket.whole.as_strided(saved.shape, saved.stride, saved.offset)
+        return bucket.whole.as_strided(saved.shape, saved.stride, saved.offset)
 
 
 class _Pushed:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from . import transforms
 from .gradients import GradientBucket
 from .hooks import GradientHook, Handles, ModuleHook
 from .reducer import Reducer
@@ -167,6 +168,7 @@ class UnitSchedule:
         """The unit whose backward is under way."""
         self._running = False
         """The model's own forward is under way."""
+        self._inside = parameters.inside
         self._reducer: Reducer | None = None
         self._handles = Handles()
 
@@ -186,8 +188,6 @@ class UnitSchedule:
             for module in self._root_modules():
                 hook = ModuleHook(module, self, gather, ROOT).before_forward()
                 self._handles.add(hook)
-        model, refuse = self._modules[ROOT], UnitSchedule._refuse_sharded_state
-        self._handles.add(*ModuleHook(model, self, refuse, ROOT).around_state_dict())
 
     def _root_modules(self) -> Iterator[nn.Module]:
         """Yield the modules of no other unit that have parameters of their own: they
@@ -212,17 +212,18 @@ class UnitSchedule:
         self, name: str, module: nn.Module, args: Any, kwargs: Any
     ) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
-        if name == ROOT and not in_backward:
+        if name == ROOT and not in_backward and ROOT not in self._inside:
             # Afresh, also after an exception in an earlier pass.
             self._running = True
             self._order.begin_forward()
             self._reshard_all()
+        self._inside.append(name)
         unit = self._units.get(name)
         if unit is not None:
             unit.unshard()
             if self._running and not in_backward and name != ROOT:
                 self._prefetch(self._order.forward(name))
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and transforms.innermost() is None:
                 self._expect_inputs(name, (args, kwargs))
         self._parameters.saved.enter(module)
 
@@ -238,10 +239,13 @@ class UnitSchedule:
     ) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
         unit, raised = self._units.get(name), output is None
+        if self._inside:
+            self._inside.pop()
         outputs = []
-        for tensor in tree_flatten(output)[0]:
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                outputs.append(tensor)
+        if transforms.innermost() is None:
+            for tensor in tree_flatten(output)[0]:
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    outputs.append(tensor)
         if outputs and unit is not None and not (in_backward and unit is self._entered):
             self._backward[name].expect_call()
         watched = [*outputs, *_bases(outputs, args)]
@@ -250,7 +254,9 @@ class UnitSchedule:
         if not in_backward:
             # Of an exception the user is being told already.
             with suppress(RuntimeError) if raised else nullcontext():
-                if name == ROOT:
+                if name in self._inside:
+                    pass  # it has called itself
+                elif name == ROOT:
                     self._running = False
                     self._order.end_forward(raised=raised)
                     self._reshard_all()
@@ -283,14 +289,6 @@ class UnitSchedule:
         finally:
             self._after_forward(name, module, args, output[0] if output else None)
 
-    def _refuse_sharded_state(self, name: str, *args: Any) -> None:
-        if not self._parameters.shows_all:
-            raise RuntimeError(
-                "the parameters are sharded (stage 3), so the model's state_dict cannot"
-                " be read or loaded here; do it on all ranks inside `with"
-                " optimizer.full_params():`"
-            )
-
     # ---------------------------------------------------------------- backward
 
     def _before_backward(self, name: str, first: bool) -> None:
@@ -316,9 +314,8 @@ class UnitSchedule:
             self._prefetch(self._order.backward(name, first=first))
 
     def need(self, unit: Unit) -> None:
-        """Backward reads a parameter that a forward has saved."""
-        if unit.state is UnitState.WHOLE:
-            return
+        """Backward reads a parameter that a forward has saved, and its unit is not
+        whole."""
         in_backward = torch._C._current_graph_task_id() != -1
         assert self._reducer is not None
         with torch.no_grad():
@@ -367,13 +364,15 @@ class UnitSchedule:
 
     def _reshard_all(self) -> None:
         for unit in self._units.values():
-            if unit.state is not UnitState.SHARDED:
+            if unit.state is not UnitState.SHARDED and unit.name not in self._inside:
                 unit.reshard()
 
     def _prefetch(self, names: Sequence[str]) -> None:
+        if not self._overlap or transforms.innermost() is not None:
+            return
         for name in names:
             unit = self._units[name]
-            if self._overlap and unit.state is UnitState.SHARDED:
+            if unit.state is UnitState.SHARDED:
                 unit.start()
 
 

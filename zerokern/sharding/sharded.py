@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..transport import Transport
+from .hooks import Handles, ModuleHook
 from .parameters import ParameterBucket
 from .saved import SavedParameters
 from .units import Unit, UnitState
@@ -34,10 +36,28 @@ class ShardedParameters:
         }
         self.shows_all = False
         """Every parameter is whole, within `full`."""
+        self.inside: list[str] = []
+        """Units whose forwards are under way, outermost first; one may call itself."""
+        self._handles = Handles()
 
     def add(self, parameters: ParameterBucket) -> None:
         """Take a bucket, whose parameters become placeholders."""
         self.units[parameters.layout.unit].add(parameters)
+
+    def hook(self, model: nn.Module) -> None:
+        """Refuse to read or load the model's state_dict while parameters are
+        sharded."""
+        refuse = ShardedParameters._refuse_state_dict
+        hooks = ModuleHook(model, self, refuse, None).around_state_dict()
+        self._handles.add(*hooks)
+
+    def _refuse_state_dict(self, *_: Any) -> None:
+        if not self.shows_all:
+            raise RuntimeError(
+                "the parameters are sharded (stage 3), so the model's state_dict cannot"
+                " be read or loaded here; do it on all ranks inside `with"
+                " optimizer.full_params():`"
+            )
 
     def unit_titles(self) -> list[str]:
         """Return the names of the units, for messages."""
@@ -90,6 +110,7 @@ class ShardedParameters:
         """Outside of forward and backward: reshard what was left whole."""
         if self.saved.pushed:
             self.saved.reset()
+        self.inside.clear()
         for unit in self.units.values():
             if unit.state is not UnitState.SHARDED:
                 unit.reshard()
@@ -165,6 +186,7 @@ class ShardedParameters:
 
     def detach(self) -> None:
         """Leave every parameter whole. All ranks must do so."""
+        self._handles.remove()
         self.saved.reset()
         for unit in self.units.values():
             unit.unshard()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..pretend import address
 from ..transport import Gather, Transport
+from . import transforms
 from .parameters import ParameterBucket, storages_of
 from .placeholders import Placeholders
 
@@ -164,6 +165,10 @@ class Unit:
         """
         if self.state is UnitState.WHOLE:
             return
+        if transforms.innermost() is not None:
+            with transforms.outside():
+                self.unshard(own_storages=own_storages)
+            return
         if self.state is UnitState.SHARDED:
             self.start()
         for bucket in self.buckets:
@@ -181,6 +186,8 @@ class Unit:
     def reshard(self) -> None:
         """Give the gathered memory back, unless somebody holds the unit."""
         if self.state is UnitState.SHARDED or self._holders:
+            return
+        if transforms.innermost() is not None:
             return
         gathering, self.state = self.state is UnitState.GATHERING, UnitState.SHARDED
         for bucket in self.buckets:
