@@ -134,7 +134,6 @@ def compile_card(recipe: Recipe, target: str) -> Card:
     """Compile a recipe for a target, with the hints that its launcher gives, and read
     the card off the code."""
     compiled = _compiled(recipe, target)
-    threads = recipe.warps * TARGETS[target].warp_size
     stated = [_stated(recipe, section) for section in ("Reads", "Writes")]
     ir = compiled.asm["ttgir"]
     # The two loops of the reduction run W - 1 times together, so each counts for half
@@ -148,32 +147,15 @@ def compile_card(recipe: Recipe, target: str) -> Card:
         None if s is None else cards_ir.bytes_per_element(c)
         for s, c in zip(stated, (read, written), strict=True)
     ]
-    instructions = None
     if target in MACHINES:
-        code = sass.nvidia(compiled.asm["cubin"])
+        code = _nvidia_code(compiled)
         issued = code.pop("code")
-        if stated[0] is not None:
-            in_loops = (
-                (WORLD - 1) * recipe.sizes["wire"] * recipe.tile / threads / 16
-                if "W" in recipe.sizes
-                else 0
-            )
-            instructions = sass.instructions_run(issued, in_loops) / (
-                recipe.tile / threads
-            )
-        code["contractions"] = len(re.findall(r"\bfma\.", compiled.asm["ptx"]))
-        code["approximations"] = len(
-            re.findall(r"\.ftz|\.approx|div\.full", compiled.asm["ptx"])
-        )
     else:
-        code = sass.amd(compiled.asm["amdgcn"])
-        # Not llvm.fma: Triton 3.6 itself expands a root into some.
-        code["contractions"] = len(
-            re.findall(r"fmuladd|\bcontract\b|\bfast\b", compiled.asm["llir"])
-        )
-        code["approximations"] = len(
-            re.findall(r"\b(?:afn|arcp|reassoc)\b|!fpmath", compiled.asm["llir"])
-        )
+        code = _amd_code(compiled)
+        issued = None
+    instructions = None
+    if issued is not None and stated[0] is not None:
+        instructions = _instructions(recipe, target, issued)
     return Card(
         recipe=recipe.name,
         target=target,
@@ -187,7 +169,7 @@ def compile_card(recipe: Recipe, target: str) -> Card:
         stated_read_bytes=stated[0],
         stated_write_bytes=stated[1],
         floor_bytes=recipe.floor,
-        threads=threads,
+        threads=_threads(recipe, target),
         tile=recipe.tile,
         instructions=instructions,
         issue_fraction=_issue_fraction(target, instructions, sum(filter(None, moved))),
@@ -200,6 +182,38 @@ def compile_card(recipe: Recipe, target: str) -> Card:
         ],
         **code,
     )
+
+
+def _threads(recipe: Recipe, target: str) -> int:
+    return recipe.warps * TARGETS[target].warp_size
+
+
+def _nvidia_code(compiled: Any) -> dict[str, Any]:
+    code = sass.nvidia(compiled.asm["cubin"])
+    ptx = compiled.asm["ptx"]
+    code["contractions"] = len(re.findall(r"\bfma\.", ptx))
+    code["approximations"] = len(re.findall(r"\.ftz|\.approx|div\.full", ptx))
+    return code
+
+
+def _amd_code(compiled: Any) -> dict[str, Any]:
+    code = sass.amd(compiled.asm["amdgcn"])
+    llvm = compiled.asm["llir"]
+    # Not llvm.fma: Triton 3.6 itself expands a root into some.
+    contractions = re.findall(r"fmuladd|\bcontract\b|\bfast\b", llvm)
+    code["contractions"] = len(contractions)
+    approximations = re.findall(r"\b(?:afn|arcp|reassoc)\b|!fpmath", llvm)
+    code["approximations"] = len(approximations)
+    return code
+
+
+def _instructions(recipe: Recipe, target: str, issued: list[sass.Instruction]) -> float:
+    """Return the instructions per element that a thread issues."""
+    threads = _threads(recipe, target)
+    in_loops = 0.0
+    if "W" in recipe.sizes:
+        in_loops = (WORLD - 1) * recipe.sizes["wire"] * recipe.tile / threads / 16
+    return sass.instructions_run(issued, in_loops) / (recipe.tile / threads)
 
 
 def _compiled(recipe: Recipe, target: str) -> Any:

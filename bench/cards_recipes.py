@@ -153,67 +153,91 @@ def _update(
 ) -> Recipe:
     """Return a recipe of the update. As in `update.update_`, the parameter stands in
     for tensors that there are not."""
-    momentum = moments is not None
+    constexprs = {
+        "RULE": rule,
+        "HAS_MOMENTUM": moments is not None,
+        "AMSGRAD": amsgrad,
+        "HAS_L2": l2,
+        "BLOCKS": update.BLOCKS,
+        "BLOCK": BLOCK,
+        "M_MANTISSA": E3M4.mantissa,
+        "M_FLOOR": E3M4.floor,
+        "V_MANTISSA": UE3M5.mantissa,
+        "V_FLOOR": UE3M5.floor,
+    }
+    options = f"{', amsgrad' if amsgrad else ''}{', l2' if l2 else ''}"
+    return Recipe(
+        f"update {rule} {_state(param, master, moments)}, grad {grad}{options}",
+        update.update_kernel,
+        _update_types(param, master, moments, rule, grad, amsgrad),
+        constexprs,
+        4,
+        update.BLOCKS * BLOCK,
+        _update_sizes(param, master, moments, rule, grad, amsgrad),
+        floor,
+    )
+
+
+def _state(param: str, master: str | None, moments: str | None) -> str:
+    """Return the name of a parameter's formats."""
+    parts = [param]
+    if master:
+        parts.append(f"{master} master")
+    if moments != "fp32":
+        parts.append(f"{moments or 'no'} moments")
+    return " + ".join(parts)
+
+
+def _update_types(
+    param: str,
+    master: str | None,
+    moments: str | None,
+    rule: str,
+    grad: str,
+    amsgrad: bool,
+) -> dict[str, str]:
     first = MOMENT_DTYPE[moments] if moments else param
     second = first if rule == "adam" else param
-    scales = [("first_scale_ptr", first), ("second_scale_ptr", second)]
     dtypes = {
         "param_ptr": param,
         "master_ptr": MASTER_DTYPE[master] if master else param,
-    }
-    dtypes |= {
         "first_ptr": first,
         "second_ptr": second,
         "largest_ptr": first if amsgrad else param,
-    }
-    dtypes |= {name: "u8" if moment == "u8" else param for name, moment in scales}
-    dtypes |= {
+        "first_scale_ptr": "u8" if first == "u8" else param,
+        "second_scale_ptr": "u8" if second == "u8" else param,
         "grad_ptr": grad,
         "table_ptr": "fp32",
         "keys_ptr": "i64",
         "block_column_ptr": "i32",
         "origin_ptr": "i64",
     }
-    types = {name: f"*{dtype}" for name, dtype in dtypes.items()} | dict.fromkeys(
-        ("num_blocks", "num_columns"), "i32"
-    )
-    constexprs = {"RULE": rule, "HAS_MOMENTUM": momentum, "AMSGRAD": amsgrad}
-    constexprs |= {"HAS_L2": l2, "BLOCKS": update.BLOCKS, "BLOCK": BLOCK}
-    constexprs |= {"M_MANTISSA": E3M4.mantissa, "M_FLOOR": E3M4.floor}
-    constexprs |= {"V_MANTISSA": UE3M5.mantissa, "V_FLOOR": UE3M5.floor}
+    types = {name: f"*{dtype}" for name, dtype in dtypes.items()}
+    return {**types, "num_blocks": "i32", "num_columns": "i32"}
+
+
+def _update_sizes(
+    param: str,
+    master: str | None,
+    moments: str | None,
+    rule: str,
+    grad: str,
+    amsgrad: bool,
+) -> dict[str, float]:
     kept = ITEMSIZE[MASTER_DTYPE[master]] if master else 0
-    moment = ITEMSIZE[first] + (1 / BLOCK if moments == "8bit" else 0)
-    sizes = {
+    sizes: dict[str, float] = {
         "grad": ITEMSIZE[grad],
         "param": ITEMSIZE[param],
         "master": kept,
         "weights": kept if master == "fp32" else ITEMSIZE[param] + kept,
-        "moments": (
-            moment * ({"adam": 2, "lion": 1, "sgd": 1}[rule] + amsgrad)
-            if momentum
-            else 0
-        ),
+        "moments": 0,
     }
-    parts = [
-        param,
-        *([f"{master} master"] if master else []),
-        *([f"{moments} moments"] if moments != "fp32" else []),
-    ]
-    parts = [part.replace("None", "no") for part in parts]
-    name = (
-        f"update {rule} {' + '.join(parts)}, grad"
-        f" {grad}{', amsgrad' if amsgrad else ''}{', l2' if l2 else ''}"
-    )
-    return Recipe(
-        name,
-        update.update_kernel,
-        types,
-        constexprs,
-        4,
-        update.BLOCKS * BLOCK,
-        sizes,
-        floor,
-    )
+    if moments is not None:
+        moment = ITEMSIZE[MOMENT_DTYPE[moments]]
+        scale = 1 / BLOCK if moments == "8bit" else 0
+        number = {"adam": 2, "lion": 1, "sgd": 1}[rule] + amsgrad
+        sizes["moments"] = (moment + scale) * number
+    return sizes
 
 
 def _reduce(wire: str, shard: str, accumulate: bool, floor: float) -> Recipe:

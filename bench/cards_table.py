@@ -12,7 +12,7 @@ HEAD = """\
 # What the kernels compile to
 
 Written by `python -m bench.cards --write`; do not edit. Triton compiles for any GPU on any machine: no number here was
-measured on one. `tests/test_cards.py` holds the code to the bytes, the widths and the zeros.
+measured on one. `tests/kernels/test_cards.py` holds the code to the bytes, the widths and the zeros.
 
 - **bytes**: read + written per element, counted in the compiled code; in parentheses the recipe's floor, by hand.
 - **spills, FMA**: bytes of registers spilled; multiply-adds fused in the path of the elements. Both must be 0.

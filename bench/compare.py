@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from . import machine, tables
 from .peers import BASELINE, PEERS, why_not
@@ -152,7 +152,30 @@ def launch(
     error."""
     result = folder / "result.json"
     result.unlink(missing_ok=True)
-    command = [
+    command = _worker(peer, size, world, dtype, steps)
+    command += ["--result", str(result)]
+    command += ["--reference", str(folder / "reference.pt"), *more]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    if _may_unshare():
+        environment["BENCH_OWN_NETWORK"] = "1"
+        alone = 'ip link set lo up && exec "$@"'
+        command = ["unshare", "--net", "sh", "-c", alone, "sh", *command]
+    with tempfile.TemporaryFile("w+") as log:
+        code = _run(command, environment, log)
+        if result.exists():
+            answer: dict[str, Any] = json.loads(result.read_text())
+            return answer
+        log.seek(0)
+        return {"error": _error(log.read(), code)}
+
+
+def _worker(peer: str, size: str, world: int, dtype: str, steps: int) -> list[str]:
+    """Return the command that starts a process group."""
+    return [
         sys.executable,
         "-m",
         "torch.distributed.run",
@@ -169,60 +192,36 @@ def launch(
         dtype,
         "--steps",
         str(steps),
-        "--result",
-        str(result),
-        "--reference",
-        str(folder / "reference.pt"),
-        *more,
     ]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    if _may_unshare():
-        environment["BENCH_OWN_NETWORK"] = "1"
-        command = [
-            "unshare",
-            "--net",
-            "sh",
-            "-c",
-            'ip link set lo up && exec "$@"',
-            "sh",
-            *command,
-        ]
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            command,
-            cwd=machine.ROOT,
-            env=environment,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-        try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(TIMEOUT_S)
-        finally:  # also when we are interrupted ourselves
-            if process.poll() is None:
-                # The session we have just started: torchrun ends its ranks.
-                os.killpg(process.pid, signal.SIGTERM)
-                process.wait()
-        if result.exists():
-            answer: dict[str, Any] = json.loads(result.read_text())
-            return answer
-        log.seek(0)
-        lines = [
-            line
-            for line in log.read().splitlines()
-            if "Error" in line and "ChildFailed" not in line
-        ]
-        return {
-            "error": (
-                lines
-                or [f"no result within {TIMEOUT_S} s, exit code {process.returncode}"]
-            )[0][-300:]
-        }
+
+
+def _run(command: list[str], environment: dict[str, str], log: IO[str]) -> int:
+    """Run a command, but not for longer than TIMEOUT_S; return its exit code."""
+    process = subprocess.Popen(
+        command,
+        cwd=machine.ROOT,
+        env=environment,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(TIMEOUT_S)
+    finally:  # also when we are interrupted ourselves
+        if process.poll() is None:
+            # The session we have just started: torchrun ends its ranks.
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait()
+    return process.returncode
+
+
+def _error(log: str, code: int) -> str:
+    """Return the first error of a log, or that there was none."""
+    for line in log.splitlines():
+        if "Error" in line and "ChildFailed" not in line:
+            return line[-300:]
+    return f"no result within {TIMEOUT_S} s, exit code {code}"
 
 
 def _may_unshare() -> bool:

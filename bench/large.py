@@ -1,9 +1,8 @@
 """A shard of more than 2^31 elements: offsets and counts that are 32 bits wide
 somewhere show here.
 
-Row numbers are those of a survey of faults that users of other optimizers reported:
-illegal accesses (1), counts that overflow (2), kernels that do nothing and say nothing
-(3), norms (4).
+Users of other optimizers reported all of these: illegal accesses, counts that overflow,
+kernels that do nothing and say nothing, wrong norms.
 """
 
 from __future__ import annotations
@@ -86,27 +85,27 @@ def faults(
     found = []
     if not abs(float(step.partials.sum()) / squares - 1) < 1e-9:
         found.append(
-            f"row 4: the sum of squares is {float(step.partials.sum())}, not {squares}"
+            f"the sum of squares is {float(step.partials.sum())}, not {squares}"
         )
     after = step.shard.param[list(sentinels)].tolist()
     still = [
         at for at, old, new in zip(sentinels, before, after, strict=True) if old == new
     ]
     if still:
-        found.append(f"row 3: elements {still} did not change")
+        found.append(f"elements {still} did not change")
     actual = _gathered(step.shard, blocks)
     if not all(
         torch.equal(bits(a), bits(b))
         for a, b in zip(actual.tensors(), expected.tensors(), strict=True)
     ):
         found.append(
-            "row 1: blocks around the sentinels, or a sample of the others, differ from"
+            "blocks around the sentinels, or a sample of the others, differ from"
             " the reference"
         )
     if unwritten := _unwritten(step):
-        found.append(f"rows 2 and 3: {unwritten} elements were not written")
+        found.append(f"{unwritten} elements were not written")
     if not guarded.untouched():
-        found.append("row 1: something was written behind the last element")
+        found.append("something was written behind the last element")
     return found
 
 

@@ -1,0 +1,74 @@
+"""How often stage 3 gathers: each unit once for its forward and once for its backward,
+whatever a script does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import ranks
+from scripts import SCRIPTS
+from scripts.nested_checkpoints import KINDS
+
+at_several = pytest.mark.parametrize("at", ranks.worlds(3, rarely=2))
+
+
+def gathers(result: Any, step: int) -> Counter[str]:
+    """Return how often each unit was gathered in a step; not what was asked for by the
+    script, such as its whole parameters."""
+    return Counter(
+        call.unit
+        for call in result["log"]
+        if call.op == "all_gather" and call.step == step and call.phase != "step"
+    )
+
+
+@at_several
+@pytest.mark.parametrize(
+    "name",
+    ["zero_grad_sets_to_none", "checkpoint_reentrant", "checkpoint_not_reentrant"],
+)
+def test_each_unit_is_gathered_twice_per_step(name: str, at: int) -> None:
+    """A checkpoint's recomputation shares the gather for backward."""
+    for result in SCRIPTS.played(at)[name, 3]:
+        units = ["blocks.0", "blocks.1", "blocks.2", "root"]
+        assert gathers(result, 2) == dict.fromkeys(units, 2)
+
+
+def test_a_world_of_one_gathers_nothing() -> None:
+    (result,) = SCRIPTS.played(1)["zero_grad_sets_to_none", 3]
+    assert not gathers(result, 2)
+
+
+@at_several
+@pytest.mark.parametrize("stage", (1, 2), ids="stage{}".format)
+def test_checkpointing_adds_no_gathers(stage: int, at: int) -> None:
+    played = SCRIPTS.played(at)
+    plain = played["zero_grad_sets_to_none", stage]
+    checkpointed = played["checkpoint_reentrant", stage]
+    for one, other in zip(plain, checkpointed, strict=True):
+        assert [call[:6] for call in one["log"]] == [call[:6] for call in other["log"]]
+
+
+@at_several
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "name", ["nested", "checkpoint outside", "checkpoint inside", "checkpoint both"]
+)
+def test_recomputation_gathers_nothing_again(name: str, kind: str, at: int) -> None:
+    """Also inside of a checkpointed parent."""
+    for result in SCRIPTS.played(at)[f"{name}, {kind}", 3]:
+        found = gathers(result, 2)
+        assert len(found) >= 3
+        assert set(found.values()) == {2}
+
+
+@at_several
+def test_a_wrong_guess_costs_gathers_only(at: int) -> None:
+    """A unit that was gathered ahead in vain costs one gather, in each direction."""
+    for result in SCRIPTS.played(at)["routing_alternates", 3]:
+        for step in range(2, 8):
+            found = gathers(result, step)
+            assert found["root"] == found["blocks.2"] == 2
+            assert all(count <= 4 for count in found.values())
