@@ -13,6 +13,7 @@ are correctly rounded, scalars are formed in fp64 and rounded once.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -183,18 +184,32 @@ def sqrt64_rn(x: Tensor) -> Tensor:
     """Return the correctly rounded square root of fp64 numbers, which torch's own is
     not on every CPU: it misses by one step in a hundred cases.
 
-    One step of Newton's method from there. The remainder x - y * y is exact in two
-    parts (T. J. Dekker, "A floating-point technique for extending the available
-    precision", 1971).
+    One step of Newton's method from there, and the neighbour where that leaves a tie:
+    below a power of four the nearest number lies closer than the tie lets it see.
     """
-    y = x.sqrt()
+    # By a power of four, so that no product below overflows or underflows.
+    small, large = torch.full_like(x, 2.0**300), torch.full_like(x, 2.0**-300)
+    scale = torch.where(x < 1.0, small, large)
+    scaled = x * scale * scale
+    y = scaled.sqrt()
+    y = y + _square_remainder(scaled, y) / (2.0 * y)
+    rest = _square_remainder(scaled, y)
+    above = torch.nextafter(y, torch.full_like(y, math.inf))
+    below = torch.nextafter(y, torch.zeros_like(y))
+    rounded = torch.where(rest > y * (above - y), above, y)
+    rounded = torch.where(rest <= y * (below - y), below, rounded)
+    return torch.where((x > 0.0) & torch.isfinite(x), rounded / scale, x.sqrt())
+
+
+def _square_remainder(x: Tensor, y: Tensor) -> Tensor:
+    """Return x - y * y, whose product is exact in two parts (T. J. Dekker, "A
+    floating-point technique for extending the available precision", 1971)."""
     upper = y * (2.0**27 + 1.0)
     upper = upper - (upper - y)
     lower = y - upper
     square = y * y
     rest = ((upper * upper - square) + 2.0 * upper * lower) + lower * lower
-    better = y + ((x - square) - rest) / (2.0 * y)
-    return torch.where(torch.isfinite(y) & (y > 0.0), better, y)
+    return (x - square) - rest
 
 
 def integer_power(base: Tensor, exponent: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from backends import assert_same_bits, device_of, placed
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scalar_tables import HYPER, run_scalars, scalar_inputs, words
 from torch import Tensor
@@ -23,16 +23,10 @@ from zerokern.kernels import codecs, scalars
 BELOW_A_POWER = 1.0 - 2.0**-53
 """The mantissa of the last fp64 number below a power of two."""
 
-LEAST = 2.0**-298
-"""The square of the least fp32 subnormal."""
-
-MOST = 2.0**296
-"""More than 2^40 squares of the largest fp32 number."""
-
-SQUARE_SUMS = st.floats(LEAST, MOST) | st.sampled_from(
-    [0.0, LEAST, MOST, 1.0, math.inf, math.nan]
+SQUARE_SUMS = st.floats(min_value=0.0) | st.sampled_from(
+    [0.0, 2.0**-298, 2.0**296, 1.0, math.inf, math.nan]
 )
-"""What ranks send: the squares of any fp32 numbers, added up in fp64."""
+"""What ranks send: sums of squares in fp64, of fp32 numbers and beyond."""
 
 
 def on_all_backends(inputs: dict[str, Any]) -> list[Tensor]:
@@ -143,14 +137,9 @@ def test_scalars_of_any_norm_equal_their_twin(
 ) -> None:
     """Zero, the least subnormal, huge, infinite or NaN: on every back end the report is
     what Python's own arithmetic gives."""
-    total = functools.reduce(operator.add, square_sums)
-    assume(math.frexp(total)[0] != BELOW_A_POWER)
     check_norm(square_sums, limit, loss_scale, rule=rule, step=step)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="reference.sqrt64_rn does not round it correctly"
-)
 @pytest.mark.parametrize(
     "square_sum",
     [4 * BELOW_A_POWER, 8.885100138466566e-308, sys.float_info.max],

@@ -1,7 +1,7 @@
 """One rank of `test_gpu.py`: trains on gradients of small integers and writes what
 became of the weights.
 
-    torchrun --nproc-per-node 2 tests/gpu_worker.py --device cuda --out FOLDER
+    torchrun --nproc-per-node 2 tests/support/gpu_worker.py --device cuda --out FOLDER
 
 Integer gradients are exact on every device and in every order of addition, so all
 devices must give the same bits.
