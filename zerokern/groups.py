@@ -32,6 +32,9 @@ class Group:
         """The rank of each member in the default group."""
         self.others: list[int] = []
         """Every rank of the group but this one."""
+        self.peers: list[int] = []
+        """Those with whom transfers are formed. Where nothing is sent, one stands for
+        all: forming thousands would take minutes."""
         self.is_nccl = False
         """Gathers are native, and nothing can be tagged."""
         self.is_fake = False
@@ -50,6 +53,7 @@ class Group:
         backend = dist.get_backend(process_group)
         self.is_nccl = backend == "nccl"
         self.is_fake = backend == "fake"
+        self.peers = self.others[:1] if self.is_fake else self.others
 
     def all_gather_objects(self, value: Any) -> list[Any]:
         """Return the picklable values of all ranks: for messages, not for training."""

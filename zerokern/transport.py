@@ -134,7 +134,7 @@ class Transport:
         own.copy_(words)
         if group.size > 1:
             pairs = []
-            for rank in group.others:
+            for rank in group.peers:
                 pairs.append((own, gathered[rank], rank))
             op = "all_gather_words"
             self.start(op, "", phase, pairs, (gathered,), group).wait()
@@ -164,7 +164,7 @@ class Transport:
             buffers: which these are parts of, the whole (unsharded) one first.
             group: whose ranks are meant.
         """
-        sent = pairs[0][0].nbytes * len(pairs)
+        sent = pairs[0][0].nbytes * len(group.others)
         self._record(op, title, phase, buffers[0], sent, group)
         name = f"{op} of {title!r}"
         if not title:
@@ -292,7 +292,7 @@ class Gather:
             chunks = buffer.view(group.size, -1)
             own = chunks[group.rank]
             pairs = []
-            for rank in group.others:
+            for rank in group.peers:
                 pairs.append((own, chunks[rank], rank))
             what = "all_gather", self._title, self._phase, pairs, (buffer,), group
             self._pending = self._transport.start(*what)
@@ -358,7 +358,7 @@ class Reduce:
         if group.size > 1:
             chunks = addends.view(group.size, -1)
             pairs = []
-            for index, rank in enumerate(group.others):
+            for index, rank in enumerate(group.peers):
                 pairs.append((chunks[rank], received[index], rank))
             what = "reduce_scatter", self.title, "step", pairs, (addends, received)
             self._pending = transport.start(*what, group)
