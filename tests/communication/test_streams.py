@@ -70,7 +70,8 @@ class TwoRanks(Transport):
 
     def __init__(self, notes: Notes, device: torch.device) -> None:
         group = Group(None)
-        group.size, group.global_ranks, group.others = 2, [0, 1], [1]
+        group.size, group.global_ranks = 2, [0, 1]
+        group.others = group.peers = [1]
         super().__init__(Groups(group, group, group), torch.device("cpu"))
         self.notes = notes
         self.side = SideStream(device)
