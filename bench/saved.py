@@ -48,8 +48,7 @@ class Activations(nn.Module):
 
 
 class Parameters(nn.Module):
-    """A sum of products with an input that needs no gradient: each saves a parameter's
-    partner only, or, the other way round, a parameter."""
+    """A chain of products with frozen parameters: each saves its parameter."""
 
     def __init__(self) -> None:
         super().__init__()

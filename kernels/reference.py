@@ -184,8 +184,8 @@ def sqrt64_rn(x: Tensor) -> Tensor:
     """Return the correctly rounded square root of fp64 numbers, which torch's own is
     not on every CPU: it misses by one step in a hundred cases.
 
-    One step of Newton's method from there, and the neighbour where that leaves a tie:
-    below a power of four the nearest number lies closer than the tie lets it see.
+    One step of Newton's method from there. Where the root lies half-way between two
+    numbers as far as that step can tell, the exact remainder decides.
     """
     # By a power of four, so that no product below overflows or underflows.
     small, large = torch.full_like(x, 2.0**300), torch.full_like(x, 2.0**-300)

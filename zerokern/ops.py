@@ -1,5 +1,5 @@
-"""The kernels as functions: validated, then Triton, native or plain torch. The only
-importer of `zerokern.kernels`.
+"""The kernels as functions: validated, then Triton, native or plain torch. Nobody
+else but `backends` imports `zerokern.kernels`.
 
 Every function works in place on flat tensors, runs on the current stream and never
 synchronises with the host. What each computes is written at its twin in

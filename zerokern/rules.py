@@ -1,5 +1,5 @@
-"""Update rules, as data: the states that one keeps, and where its
-numbers for the scalar table come from."""
+"""Update rules, as data: the states that one keeps, and where its numbers for the
+scalar table come from."""
 
 from __future__ import annotations
 

@@ -160,11 +160,12 @@ class OptimizerState:
             ValueError: it is of another model or another sharding. Nothing was changed.
         """
         saved = state_dict["param_groups"]
-        ours_, theirs_ = ([len(g["params"]) for g in gs] for gs in (groups, saved))
-        if ours_ != theirs_:
+        sizes = [len(group["params"]) for group in groups]
+        saved_sizes = [len(group["params"]) for group in saved]
+        if sizes != saved_sizes:
             raise ValueError(
-                f"the state has param groups of {theirs_} parameters, this optimizer of"
-                f" {ours_}: it is of another model"
+                f"the state has param groups of {saved_sizes} parameters, this"
+                f" optimizer of {sizes}: it is of another model"
             )
         entries = {}
         for ours, theirs in zip(groups, saved, strict=True):

@@ -13,8 +13,9 @@ import torch
 from marks import at_odd_worlds, in_stages
 from oracle import Run, apart, differing, distance, sharded, state_of, whole, world
 from registry import cases_of
-from short_runs import everything, short
+from short_runs import short
 from torch import Tensor
+from training import everything
 
 import zerokern
 from zerokern import Precision

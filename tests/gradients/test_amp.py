@@ -14,8 +14,9 @@ import torch
 from marks import in_stages
 from oracle import STAGES, Run, apart, differing, rank, sharded, state_of, whole, world
 from registry import cases_of
-from short_runs import everything, loss_of_share, short
+from short_runs import loss_of_share, short
 from torch import Tensor, nn
+from training import everything
 
 import zerokern
 from zerokern import GradScaler, Precision

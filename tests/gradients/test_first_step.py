@@ -10,9 +10,10 @@ import pytest
 from marks import at_odd_worlds, in_stages
 from oracle import Run, apart, differing, quiet_state_dict, world
 from registry import cases_of
-from short_runs import everything, short
+from short_runs import short
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from training import everything
 
 case = cases_of("gradients")
 

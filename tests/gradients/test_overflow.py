@@ -12,8 +12,8 @@ import torch
 from marks import at_odd_worlds, in_stages
 from oracle import differing, rank, set_integer_gradients, sharded, state_of, world
 from registry import cases_of
-from short_runs import everything
 from torch import nn
+from training import everything
 
 import zerokern
 from zerokern import GradScaler

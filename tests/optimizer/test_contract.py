@@ -15,7 +15,7 @@ from marks import in_stages
 from oracle import differing, rank, set_integer_gradients, sharded, whole
 from torch import nn
 from torch.optim import lr_scheduler
-from training import params_of
+from training import everything, params_of
 
 import zerokern
 
@@ -293,3 +293,22 @@ def test_the_public_names() -> None:
     }
     assert set(zerokern.__all__) == names
     assert nn.Module  # the library adds nothing to torch's own classes
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_another_default_dtype_changes_no_bit(dtype: torch.dtype) -> None:
+    """Models are built in fp32; whole scripts run under another default."""
+    results = []
+    for default in (torch.float32, dtype):
+        model = models.toy()
+        torch.set_default_dtype(default)
+        try:
+            optimizer = zerokern.AdamW(model.parameters())
+            for step in range(3):
+                set_integer_gradients(model, step)
+                optimizer.clip_grad_norm_(1.0)
+                optimizer.step()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        results.append(everything(model, optimizer))
+    assert differing(*results) == []

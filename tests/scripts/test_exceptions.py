@@ -19,12 +19,6 @@ import zerokern
 of_places = pytest.mark.parametrize("place", PLACES)
 
 
-def iteration(run: Run, step: int) -> None:
-    run.optimizer.zero_grad()
-    run.backward(step)
-    run.step()
-
-
 def interrupted(run: Run, place: str) -> dict[str, Any]:
     """Run an iteration up to its exception; return the bytes that it left, at once and
     after zero_grad."""
@@ -61,12 +55,12 @@ def train(
     """
     with hostile(seed, 3.0):
         run = Run(stage, at, buckets=buckets)
-        iteration(run, 0)
+        run.iterate(0)
         found = {} if place is None else interrupted(run, place)
-        iteration(run, 2)
+        run.iterate(2)
         run.rest()
         calls = 0 if run.torch else len(run.optimizer.comm_log())
-        iteration(run, 3)
+        run.iterate(3)
         run.rest()
         if not run.torch:
             log = run.optimizer.comm_log()[calls:]
@@ -194,7 +188,7 @@ def test_training_goes_on_after_an_exception_in_any_way(
 @in_stages
 def test_a_gradient_after_its_update_is_refused(stage: int) -> None:
     run = Run(stage, 1, buckets=TIMINGS["update in backward"])
-    iteration(run, 0)
+    run.iterate(0)
     run.optimizer.zero_grad()
     run.backward(1)
     with pytest.raises(RuntimeError, match=r"arrived after its update.*no_sync"):

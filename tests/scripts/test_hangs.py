@@ -95,52 +95,46 @@ def parting(*stages: int, **options: Any) -> Callable[[Script], Script]:
     return register
 
 
-def iteration(run: Run, step: int, **forward: Any) -> None:
-    run.optimizer.zero_grad()
-    run.backward(step, **forward)
-    run.step()
-
-
 @parting(3)
 def a_block_is_called_more_often(run: Run, place: int) -> None:
     """Once on one rank, three times on the other."""
-    iteration(run, 0, order=(0, 1) if place == 0 else (0, 1, 1, 1))
-    iteration(run, 1)
+    run.iterate(0, order=(0, 1) if place == 0 else (0, 1, 1, 1))
+    run.iterate(1)
 
 
 @parting(3)
 def a_block_is_called_more_often_later(run: Run, place: int) -> None:
     """When units are gathered ahead."""
-    iteration(run, 0)
-    iteration(run, 1, order=(0, 1) if place == 0 else (0, 1, 1, 1))
-    iteration(run, 2)
+    run.iterate(0)
+    run.iterate(1, order=(0, 1) if place == 0 else (0, 1, 1, 1))
+    run.iterate(2)
 
 
 @parting(3, build=multimodal)
 def a_tower_is_skipped(run: Run, place: int) -> None:
-    iteration(run, 0, images=place != 1)
-    iteration(run, 1)
+    run.iterate(0, images=place != 1)
+    run.iterate(1)
 
 
 @parting(3, build=multimodal)
 def a_tower_is_skipped_later(run: Run, place: int) -> None:
     """When units are gathered ahead."""
-    iteration(run, 0)
-    iteration(run, 1, images=place != 1)
-    iteration(run, 2)
+    run.iterate(0)
+    run.iterate(1, images=place != 1)
+    run.iterate(2)
 
 
 @parting(1, 2, 3)
 def a_rank_has_one_batch_fewer(run: Run, place: int) -> None:
     """And goes on to save."""
     for step in range(3 - place):
-        iteration(run, step)
+        run.iterate(step)
     run.optimizer.full_state_dict()
 
 
 @parting(1, 2, 3)
 def a_rank_has_one_micro_batch_more(run: Run, place: int) -> None:
-    iteration(run, 0)
+    run.iterate(0)
     run.optimizer.zero_grad()
     for micro in range(1 + place):
         run.backward(micro)
@@ -151,16 +145,16 @@ def a_rank_has_one_micro_batch_more(run: Run, place: int) -> None:
 @parting(3)
 def a_rank_evaluates_longer(run: Run, place: int) -> None:
     """Three batches and four, then training goes on."""
-    iteration(run, 0)
+    run.iterate(0)
     for step in range(4 - place):
         run.evaluate(step)
-    iteration(run, 1)
-    iteration(run, 2)
+    run.iterate(1)
+    run.iterate(2)
 
 
 @parting(1, 2, 3)
 def a_rank_leaves_out_a_step(run: Run, place: int) -> None:
-    iteration(run, 0)
+    run.iterate(0)
     run.optimizer.zero_grad()
     run.backward(1)
     if place == 0:
@@ -170,12 +164,12 @@ def a_rank_leaves_out_a_step(run: Run, place: int) -> None:
 
 def raises_on_one_rank(where: str) -> Script:
     def function(run: Run, place: int) -> None:
-        iteration(run, 0)
+        run.iterate(0)
         run.optimizer.zero_grad()
         if place == 1:
             PLACES[where](run, 1)
         else:
-            iteration(run, 1)
+            run.iterate(1)
             run.optimizer.full_state_dict()
 
     return function

@@ -11,8 +11,8 @@ import models
 import ranks
 import torch
 from oracle import STAGES, sharded
-from short_runs import everything
 from torch import nn
+from training import everything
 
 import zerokern
 

@@ -247,12 +247,16 @@ class Run:
         self.model.train()
         self.note_buffers()
 
+    def iterate(self, step: int, **forward: Any) -> None:
+        """Do what most loops do, once."""
+        self.optimizer.zero_grad()
+        self.backward(step, **forward)
+        self.step()
+
     def train(self, steps: int = 3) -> None:
         """Do what most loops do."""
         for step in range(steps):
-            self.optimizer.zero_grad()
-            self.backward(step)
-            self.step()
+            self.iterate(step)
             self.rest()
 
     def rest(self) -> None:

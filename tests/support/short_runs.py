@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import models
-from oracle import Run, rank, state_of, whole, world
+from oracle import Run, rank, world
 from torch import Tensor, nn
 
 Named = dict[str, Tensor]
@@ -26,12 +26,6 @@ def loss_of_share(model: nn.Module, step: int) -> Tensor:
     own = models.share(tokens, rank(), world())
     wanted = models.share(targets, rank(), world())
     return models.loss_of(model, own, wanted)
-
-
-def everything(model: nn.Module, optimizer: Any) -> Named:
-    """Return parameters and state."""
-    params = whole(model, optimizer)
-    return params | state_of(model, optimizer)
 
 
 def distance_moved(before: Named, after: Named) -> float:

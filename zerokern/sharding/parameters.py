@@ -86,9 +86,9 @@ class ParameterBucket:
         ]
         """Shape, strides and offset of each parameter in a flat buffer, as of
         `Tensor.as_strided`."""
-        first = self.params[0]
-        self.dtype = first.dtype
-        flat = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
+        device = self.params[0].device
+        self.dtype = self.params[0].dtype
+        flat = torch.zeros(layout.numel, dtype=self.dtype, device=device)
         for param, view in zip(self.params, self.views_of(flat), strict=True):
             view.copy_(param.detach())
         part = flat[layout.shard(rank)]
@@ -97,14 +97,14 @@ class ParameterBucket:
         self.flat = None if sharded else flat
         """[W * S], all of them, where they are not sharded."""
         self.moments = dict(moments) if layout.trainable else {}
-        mixed = layout.trainable and first.dtype != torch.float32
+        mixed = layout.trainable and self.dtype != torch.float32
         kept = set(self.moments.values())
-        first_, second, largest = (
+        first, second, largest = (
             ops.empty_moment(self.own, precision.moments) if name in kept else None
             for name in ("first", "second", "largest")
         )
         master = ops.empty_master(self.own, precision.master if mixed else "none")
-        self.shard = ops.Shard(self.own, master, first_, second, largest)
+        self.shard = ops.Shard(self.own, master, first, second, largest)
         """Parameters and optimizer state of this rank, in their formats."""
         self.refresh_master()
 

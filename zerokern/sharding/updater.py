@@ -57,16 +57,18 @@ class Updater:
         self._all_partials = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
         self.partials = list(self._all_partials.split(sizes))
         """fp64, the sums of squares of each bucket's reduced gradients."""
-        self.table = torch.zeros(len(ops.TABLE), num_columns, device=device)
+        # Whatever torch's default dtype is: kernels read fp32.
+        shape = len(ops.TABLE), num_columns
+        self.table = torch.zeros(shape, dtype=torch.float32, device=device)
         self.keys = torch.zeros(num_columns, dtype=torch.int64, device=device)
         self.steps = torch.zeros(num_columns, dtype=torch.int64, device=device)
         """Updates that each parameter has had."""
         self.report = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64, device=device)
         """Total gradient norm before clipping, clip coefficient, steps skipped for
         non-finite gradients."""
-        columns = sorted((h for h in handles if h.column >= 0), key=lambda h: h.column)
-        groups = [handle.group for handle in columns]
-        seeds = [ops.seed_of(seed, handle.position) for handle in columns]
+        trained = sorted((h for h in handles if h.column >= 0), key=lambda h: h.column)
+        groups = [handle.group for handle in trained]
+        seeds = [ops.seed_of(seed, handle.position) for handle in trained]
         self._group_of_column = torch.tensor(groups, device=device)
         self._seeds = torch.tensor(seeds, device=device)
         self.gathered: Tensor | None = None
@@ -90,9 +92,9 @@ class Updater:
                 rule=rule.kernel,
                 table=self.table,
                 keys=self.keys,
-                columns=columns_,
+                columns=columns,
             )
-            for bucket, columns_ in zip(buckets, self._maps, strict=True)
+            for bucket, columns in zip(buckets, self._maps, strict=True)
         ]
 
     def _column_maps(self, handles: ParamHandles) -> list[ops.ColumnMap]:
@@ -102,20 +104,20 @@ class Updater:
         origin = torch.zeros(handles.num_columns, dtype=torch.int64)
         of_buckets = []
         for bucket in self.buckets:
-            runs = []
+            of_bucket = []
             for first, end, param, start in bucket.layout.runs(bucket.rank):
                 column = handles[param].column
-                runs.append((first, end, column, start))
+                of_bucket.append((first, end, column, start))
                 origin[column] = start
-            of_buckets.append(tuple(runs))
+            of_buckets.append(tuple(of_bucket))
         origin = origin.to(device)
         maps = []
-        for runs_ in of_buckets:
+        for runs in of_buckets:
             blocks = [
-                column for first, end, column, _ in runs_ for _ in range(end - first)
+                column for first, end, column, _ in runs for _ in range(end - first)
             ]
             block_column = torch.tensor(blocks, dtype=torch.int32, device=device)
-            maps.append(ops.ColumnMap(block_column, origin, runs_))
+            maps.append(ops.ColumnMap(block_column, origin, runs))
         return maps
 
     # ---------------------------------------------------------------- the small vector
