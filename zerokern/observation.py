@@ -43,8 +43,8 @@ class Observation:
         return bucket.shard[piece.start : piece.start + piece.numel]
 
     def _find(self, param: nn.Parameter) -> tuple[GradientBucket, ParamHandle] | None:
-        """Settle all gradients; return the bucket of one and its handle, or None if no
-        rank has it."""
+        """Synchronize all gradients. Return the bucket of one and its handle, or None
+        if no rank has it."""
         coordinator = self._coordinator
         handle = coordinator.handles.find(param)
         if handle is None or handle.column < 0:

@@ -33,7 +33,7 @@ class Peak:
     gathered: int = 0
     """Of these, units whose parameters are whole for a while."""
     buckets: int = 0
-    """Of these, buckets and chunks of gradients under strategy."""
+    """Of these, buckets and chunks of gradients under way."""
     where: str = ""
     """The phase, and the operation that reached it."""
     holders: Mapping[str, int] = field(default_factory=dict)

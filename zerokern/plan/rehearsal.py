@@ -77,7 +77,7 @@ class Trace:
     events: list[Work | Launch | Wait] = field(default_factory=list)
 
     def work(self, phase: str) -> Work:
-        """Return the work under strategy, a new one where a collective came between."""
+        """Return the work under way, a new one where a collective came between."""
         last = self.events[-1] if self.events else None
         if not isinstance(last, Work) or last.phase != phase:
             last = Work(phase)
