@@ -125,7 +125,8 @@ class GradientBucket:
         """LOCAL: take the gradient that autograd, or the user, left in p.grad."""
         grad = slot.param.grad
         waiting = None
-        if grad is None:
+        if grad is None or slot.is_undefined:
+            self._count(slot)
             return
         if self.local is None:
             self._open()
@@ -139,10 +140,15 @@ class GradientBucket:
                 self._waiting.append(slot)
             else:
                 view.copy_(grad)
-        self._counted = True
-        self._missing -= slot.arrive(waiting, show=self._shows)
-        self.is_complete = self._missing == 0
+        slot.arrive(waiting, show=self._shows)
+        self._count(slot)
         self.generation += 1
+
+    def _count(self, slot: GradientSlot) -> None:
+        """Autograd has come by a parameter, with a gradient or without one."""
+        self._counted = True
+        self._missing -= slot.count()
+        self.is_complete = self._missing == 0
 
     def set_ready(self, ready: bool) -> None:
         """Say whether the bucket may be launched before backward ends."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..pretend import address, is_fake
+from .accumulation import PASSES, run_pass
 
 TELLING = frozenset(
     {
@@ -200,6 +201,8 @@ class _Placeholder:
         if not _reads(func):
             with without_placeholders():
                 return func(*args, **(kwargs or {}))
+        if func in PASSES and _first_of(cls, args[:1]) is None:
+            return run_pass(func, args, kwargs or {}, _Placeholder)
         everything = (*args, *(kwargs or {}).values())
         while (param := _first_of(cls, everything)) is not None:
             _provide(param, _title(func))

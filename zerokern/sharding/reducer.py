@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..eager import eager
 from ..transport import Transport
+from .accumulation import Node, node_of, runs
 from .gradients import BucketState, GradientBucket
 from .hooks import BackwardPasses, Handles
 from .placeholders import without_placeholders
@@ -92,12 +93,16 @@ class Reducer:
         """The bucket to be launched next."""
         self._in_flight: deque[GradientBucket] = deque()
         self._passes = BackwardPasses(self)
+        self._brings_gradients = False
+        """The passes under way accumulate into some p.grad."""
         self._accumulates: bool | None = None
         """Whether gradients add to what was reduced last; known when the first bucket
         is opened again."""
         self._zeroed = True
         """zero_grad was called since the last round."""
         self._handles = Handles()
+        self._nodes: list[Node] = []
+        """The nodes of autograd that accumulate into each parameter's p.grad."""
         for number, bucket in enumerate(self._buckets):
             for slot in bucket.slots:
                 self._hook(number, slot)
@@ -107,10 +112,10 @@ class Reducer:
         this, place = weakref.ref(self), slot.handle.slot
 
         @eager
-        def before(grad: Tensor) -> None:
+        def before(grads: tuple[Tensor | None, ...]) -> None:
             reducer = this()
             if reducer is not None:
-                reducer._before(reducer._buckets[number], place, grad)
+                reducer._before(reducer._buckets[number], place, grads[0])
 
         @eager
         def after(_: Tensor) -> None:
@@ -119,17 +124,25 @@ class Reducer:
                 reducer._after(reducer._buckets[number], place)
 
         param = slot.param
+        node = node_of(param)
+        # Not a hook on the parameter: that runs for autograd.grad, too, which leaves
+        # p.grad alone.
+        self._nodes.append(node)
         self._handles.add(
-            param.register_hook(before),
+            node.register_prehook(before),
             param.register_post_accumulate_grad_hook(after),
         )
 
     # ---------------------------------------------------------------- during backward
 
     def _before(self, bucket: GradientBucket, place: int, grad: Tensor | None) -> None:
-        """A gradient is about to be accumulated into p.grad."""
+        """A gradient is about to be accumulated into p.grad; None if there is none,
+        which leaves p.grad as it is."""
         slot = bucket.slots[place]
-        if grad is not None and grad.layout != torch.strided:
+        slot.note_undefined(grad is None)
+        if grad is None:
+            return
+        if grad.layout != torch.strided:
             slot.refuse_sparse()
         with without_placeholders():
             if not self._passes.running:
@@ -144,7 +157,7 @@ class Reducer:
         """A gradient was accumulated into p.grad."""
         with without_placeholders():
             bucket.take(bucket.slots[place])
-            self.enter_pass()
+            self.enter_pass(accumulating=True)
             if not bucket.is_complete:
                 return
             if bucket.packs_at_once:
@@ -157,11 +170,19 @@ class Reducer:
             if schedule is not None:
                 schedule.gradients_complete(bucket)
 
-    def enter_pass(self) -> None:
+    def enter_pass(self, *, accumulating: bool = False) -> None:
         """Notice, from inside of a hook, which backward pass is under way, to be told
-        of its end."""
+        of its end.
+
+        Args:
+            accumulating: it is known to bring gradients. Else the engine is asked: one
+                of `autograd.grad`, or of `backward(inputs=...)` for other tensors,
+                brings none, and reduces nothing.
+        """
         if self._passes.task != torch._C._current_graph_task_id():
             self._passes.enter()
+            if not self._brings_gradients:
+                self._brings_gradients = accumulating or any(map(runs, self._nodes))
 
     def launch_ready(self) -> None:
         """Launch the buckets that are ready, as far as their order allows."""
@@ -175,7 +196,7 @@ class Reducer:
 
     def _reducing(self) -> bool:
         """Return whether the backward pass under way ends in a round."""
-        if not self._synchronises or self._alone:
+        if not self._synchronises or self._alone or not self._brings_gradients:
             return False
         return not self._once_per_step or self._backwards + 1 == self._foreseen
 
@@ -184,16 +205,19 @@ class Reducer:
         with without_placeholders():
             if self._reducing():
                 self._finish_round()
-            self._backwards += self._synchronises
-            self._learned = True
+            if self._brings_gradients:
+                self._backwards += self._synchronises
+                self._learned = True
             for bucket in self._buckets:
                 bucket.end_backward()
+            self._brings_gradients = False
             self._tell_end()
 
     def backward_failed(self) -> None:
         """A pass ended in an exception: its gradients stay as far as they came, as in
         torch."""
         self._passes.forget()
+        self._brings_gradients = False
         with without_placeholders():
             while self._in_flight:
                 self._in_flight.popleft().finish()

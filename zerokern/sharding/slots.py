@@ -62,6 +62,8 @@ class GradientSlot:
         """Its part of the bucket, while the bucket has memory."""
         self.waiting: Tensor | None = None
         """A local gradient that is still to be packed into the bucket."""
+        self.is_undefined = False
+        """Autograd has come by without a gradient: p.grad is as it was."""
         self._left: Tensor | None = None
         """The tensor that was left in p.grad, and its version at that time."""
         self._version = 0
@@ -113,15 +115,12 @@ class GradientSlot:
 
     # ---------------------------------------------------------------- transitions
 
-    def arrive(self, waiting: Tensor | None, *, show: bool) -> bool:
+    def arrive(self, waiting: Tensor | None, *, show: bool) -> None:
         """A gradient of this rank has come into the bucket, or waits to be packed.
 
         Args:
             waiting: the gradient, if it waits.
             show: leave the view of the bucket in p.grad, not the placeholder.
-
-        Returns:
-            Whether it is the last one that this pass is expected to bring.
         """
         reduced = self.state in HAS_REDUCED
         self.state = SlotState.BOTH if reduced else SlotState.LOCAL
@@ -130,6 +129,14 @@ class GradientSlot:
         self.param.grad = self._left = left
         self._version = left._version
         self.seen = Seen.KEPT
+
+    def note_undefined(self, undefined: bool) -> None:
+        """Autograd comes by, perhaps without a gradient."""
+        self.is_undefined = undefined
+
+    def count(self) -> bool:
+        """Autograd has come by. Return whether it does so for the last time in this
+        pass."""
         self._arrived += 1
         return self._arrived == self._expected
 
