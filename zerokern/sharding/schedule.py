@@ -330,8 +330,11 @@ class UnitSchedule:
         gradients arrive may differ. So this is where reductions are launched, lest they
         cross with gathers."""
         assert self._reducer is not None
+        # The outputs of units may be outputs of the model, too.
+        if unit.name == ROOT:
+            return
         entered, self._entered = self._entered, unit
-        if entered is None or entered is unit or entered.name == ROOT:
+        if entered is None or entered is unit:
             return
         self._backward[entered.name].leave()
         self._reducer.launch_ready()
