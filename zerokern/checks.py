@@ -243,19 +243,39 @@ def check_precision(
             )
 
 
-def check_clipping(max_norm: float | Tensor, norm_type: float) -> None:
+def check_norm_type(norm_type: float) -> None:
     """Refuse a norm that is not available.
 
     Raises:
-        ValueError: another norm than 2, or a negative bound.
+        ValueError: its order is not positive.
     """
-    if norm_type != 2.0:
+    if not norm_type > 0:
         raise ValueError(
-            f"clip_grad_norm_: norm_type {norm_type} is not available; it must be 2.0"
+            f"norm_type={norm_type}: it must be positive, such as 2.0 or infinity"
         )
-    if not isinstance(max_norm, Tensor) and not max_norm >= 0:
-        raise ValueError(
-            f"clip_grad_norm_: max_norm {max_norm} must not be negative or NaN"
+
+
+def check_bound(name: str, bound: float | Tensor) -> None:
+    """Refuse a bound on gradients that none can keep.
+
+    Raises:
+        ValueError: it is negative or NaN.
+    """
+    if not isinstance(bound, Tensor) and not bound >= 0:
+        raise ValueError(f"{name}={bound}: it must not be negative or NaN")
+
+
+def check_finite(norm: Tensor, norm_type: float) -> None:
+    """Refuse a total norm that is not finite, in torch's words. The host waits for it.
+
+    Raises:
+        RuntimeError: on all ranks, since it is the same there.
+    """
+    if not bool(norm.isfinite()):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is"
+            " non-finite, so it cannot be clipped. To disable this error and scale the"
+            " gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
         )
 
 

@@ -88,7 +88,6 @@ class ShardedOptimizer(Optimizer):
         state = OptimizerState(coordinator)
         self._parts = _Parts(coordinator, state, Observation(coordinator))
         self._is_built = True
-        self._clip_once: float | Tensor | None = None
         self._loss_scale: Tensor | None = None
         self._last_scale: Tensor | None = None
         """The divisor of the gradients in the coming step, and in the last one."""
@@ -154,16 +153,12 @@ class ShardedOptimizer(Optimizer):
             checks.check_loss(loss)
         if loss_scale is not None:
             coordinator.refuse_in_backward("a loss scale")
-        changed = coordinator.synchronize()
-        max_norm: float | Tensor | None = self.max_grad_norm
-        if self._clip_once is not None and not changed:
-            # Gradients that came later are not those that were to be clipped.
-            max_norm = self._clip_once
-        coordinator.step(max_norm, loss_scale)
+        coordinator.synchronize()
+        coordinator.step(self.max_grad_norm, loss_scale)
         if state.is_consolidated:
             state.forget()
         self._last_scale = loss_scale
-        self._clip_once = self._loss_scale = None
+        self._loss_scale = None
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -224,33 +219,68 @@ class ShardedOptimizer(Optimizer):
             self._live().state.consolidate(to)
 
     @eager
+    @torch.no_grad()
     def clip_grad_norm_(
-        self, max_norm: float | Tensor, norm_type: float = 2.0
+        self,
+        max_norm: float | Tensor,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
     ) -> Tensor:
-        """Clip the total gradient norm of the coming step. Call it after the last
-        backward, on all ranks.
+        """Clip the total gradient norm, as `torch.nn.utils.clip_grad_norm_` does. Call
+        it after the last backward, on all ranks.
 
-        Nothing is multiplied here: the coefficient min(1, max_norm / (norm + 1e-6)) is
-        applied inside the update.
+        The coefficient min(1, max_norm / (norm + 1e-6)) is applied inside the update;
+        at once in a world of one, before a further backward, and for other norms than
+        2. Of several bounds, `max_grad_norm` among them, the tightest holds.
 
         Args:
             max_norm: largest norm.
-            norm_type: 2.
+            norm_type: positive, or infinity.
+            error_if_nonfinite: refuse a norm that is not finite; the host waits for it.
+            foreach: as torch's; makes no difference here.
 
         Returns:
-            The norm over all parameters and ranks before clipping: an fp32 0-d tensor
+            The norm over all parameters and ranks before this call: an fp32 0-d tensor
                 on the device, the same everywhere.
 
         Raises:
-            ValueError: another norm, or a negative bound.
+            ValueError: a norm of another order, or a negative bound.
+            RuntimeError: the norm is not finite. Nothing was changed.
         """
-        checks.check_clipping(max_norm, norm_type)
-        coordinator = self.coordinator
-        coordinator.refuse_in_backward("clip_grad_norm_")
-        with torch.no_grad():
-            coordinator.synchronize()
-            self._clip_once = max_norm
-            return coordinator.updater.norm(self._loss_scale).float()
+        checks.check_bound("max_norm", max_norm)
+        norm = self.get_total_norm(norm_type, error_if_nonfinite)
+        self.coordinator.clip_norm(norm, max_norm, float(norm_type), self._loss_scale)
+        return norm.float()
+
+    @eager
+    @torch.no_grad()
+    def clip_grad_value_(self, clip_value: float, foreach: bool | None = None) -> None:
+        """Clamp every element of the averaged gradients to [-clip_value, clip_value],
+        as `torch.nn.utils.clip_grad_value_` does. Call it after the last backward, on
+        all ranks; it is a pass over this rank's shard.
+
+        Raises:
+            ValueError: the bound is negative.
+        """
+        checks.check_bound("clip_value", clip_value)
+        self.coordinator.refuse_in_backward("clip_grad_value_")
+        self.coordinator.clip_value(clip_value, self._loss_scale)
+
+    @eager
+    @torch.no_grad()
+    def get_total_norm(
+        self, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Return the total norm of the averaged gradients, fp64, 0-d, the same on all
+        ranks, and clip nothing. All ranks must call it. Arguments and errors are those
+        of `clip_grad_norm_`."""
+        checks.check_norm_type(norm_type)
+        self.coordinator.refuse_in_backward("clip_grad_norm_")
+        norm = self.coordinator.total_norm(float(norm_type), self._loss_scale)
+        if error_if_nonfinite:
+            checks.check_finite(norm, norm_type)
+        return norm
 
     @eager
     def unscale_(self, loss_scale: Tensor) -> Tensor:

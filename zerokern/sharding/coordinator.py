@@ -14,6 +14,7 @@ from ..config import Buckets, Precision
 from ..layout import Bucket, Layout
 from ..rules import UpdateRule
 from ..transport import Transport
+from .clipping import Bound, Clipping, coefficient, tighter
 from .forward_methods import ForwardMethods
 from .gradients import GradientBucket
 from .handles import ParamHandles
@@ -117,9 +118,11 @@ class Coordinator:
         elif options.gather_in_forward:
             units = [module for name, module in modules.items() if name != ROOT]
             self.parameters.hook(units, self.handles)
+        self.clipping = Clipping(self.gradients, transport)
         self.reducer = Reducer(
             self.gradients,
             transport,
+            self.clipping,
             self._schedule,
             self if self.updates_in_backward else None,
             overlap=options.overlap,
@@ -236,6 +239,43 @@ class Coordinator:
             self.gather_norm()
         return True
 
+    def total_norm(self, norm_type: float, loss_scale: Tensor | None) -> Tensor:
+        """Return the total norm of all gradients as they are now, clipped or not: fp64,
+        0-d, the same on all ranks.
+
+        Args:
+            norm_type: positive, or infinity.
+            loss_scale: what the gradients were multiplied with.
+        """
+        self.synchronize()
+        if norm_type == 2.0:
+            return self.clipping.left(self.updater.norm(loss_scale))
+        norm = self.clipping.left(self.clipping.total(norm_type))
+        return norm if loss_scale is None else norm / loss_scale.double()
+
+    def clip_norm(
+        self, norm: Tensor, max_norm: Bound, norm_type: float, loss_scale: Tensor | None
+    ) -> None:
+        """Clip the total norm of the coming step.
+
+        Args:
+            norm: what `total_norm` has returned.
+            max_norm: largest norm.
+            norm_type, loss_scale: as of `total_norm`.
+        """
+        if norm_type == 2.0:
+            self.clipping.tighten(self.updater.norm(loss_scale), max_norm)
+            return
+        self.clipping.multiply()
+        self.clipping.scale(coefficient(norm, max_norm))
+
+    def clip_value(self, limit: Bound, loss_scale: Tensor | None) -> None:
+        """Clamp each element of all gradients to [-limit, limit], with the loss scale
+        divided out."""
+        self.synchronize()
+        self.clipping.multiply()
+        self.clipping.clamp(limit if loss_scale is None else limit * loss_scale)
+
     def gather_norm(self) -> None:
         """Exchange the small vector of reduced gradients."""
         self.updater.gather_norm(self._used(self.gradients))
@@ -264,6 +304,7 @@ class Coordinator:
             max_norm: clip to this total norm.
             loss_scale: what the gradients were multiplied with.
         """
+        max_norm = tighter(max_norm, self.clipping.bound)
         if self._joined is not None:
             self.transport.announcements.announce("step")
             max_norm, loss_scale = self._joined.agree(max_norm, loss_scale)
@@ -271,6 +312,7 @@ class Coordinator:
             self.updater.report_norm()
         else:
             adds_decay = self.updater.form_table(self.groups, max_norm, loss_scale)
+            self.updater.amend_report(self.clipping.norm, self.clipping.multiplied)
             for bucket in reversed(self.gradients):
                 self.updater.update(bucket.index, bucket.shard, l2=adds_decay)
                 self.parameters.updated(bucket.parameters, in_backward=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -90,8 +91,8 @@ class GradientBucket:
         self._reduced = reduced
         # Of several ranks none has the gradient, and a part of it must not pass for
         # the whole.
-        alone = transport.groups.alone and not update_in_backward
-        self._shows = alone and wire == parameters.dtype
+        self._alone = transport.groups.alone and not update_in_backward
+        self._shows = self._alone and wire == parameters.dtype
         self._missing = len(self.slots)
         self._counted = False
         """Parameters that are not complete; whether a gradient came at all."""
@@ -267,6 +268,17 @@ class GradientBucket:
         else:
             self.transfer.alone(self.local, self.shard)
         self._alone_generation = self.generation
+
+    def change(self, function: Callable[[Tensor], Tensor]) -> None:
+        """REDUCED, or in a world of one: change the gradients by a function that works
+        in place."""
+        if self._alone:
+            if self.local is not None:
+                function(self.local)
+        elif self.state is BucketState.REDUCED:
+            function(self.shard)
+            self.transfer.sum_squares(self.shard)
+        self.generation += 1
 
     def follow_all(self) -> None:
         """World of one: follow what was done to every p.grad, as it was seen."""

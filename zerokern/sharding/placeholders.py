@@ -140,9 +140,9 @@ class _Reduced:
             raise RuntimeError(
                 f"{_title(func)} cannot read the gradient of {gradient.of_param!r}:"
                 " it is averaged over the ranks, each holds a part of it. Instead of"
-                " torch's clip_grad_norm_ call optimizer.clip_grad_norm_(max_norm); to"
-                " read it call optimizer.full_grad(p), or optimizer.local_grad(p), on"
-                " all ranks"
+                " torch's clip_grad_norm_ or clip_grad_value_ call the optimizer's:"
+                " optimizer.clip_grad_norm_(max_norm); to read it call"
+                " optimizer.full_grad(p), or optimizer.local_grad(p), on all ranks"
             )
         with without_placeholders():
             return func(*args, **(kwargs or {}))

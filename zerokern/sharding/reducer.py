@@ -20,6 +20,7 @@ from torch import Tensor
 from ..eager import eager
 from ..transport import Transport
 from .accumulation import Node, node_of, runs
+from .clipping import Clipping
 from .gradients import BucketState, GradientBucket
 from .hooks import BackwardPasses, Handles
 from .placeholders import without_placeholders
@@ -57,6 +58,7 @@ class Reducer:
         self,
         buckets: Sequence[GradientBucket],
         transport: Transport,
+        clipping: Clipping,
         schedule: Schedule | None,
         updates: Updates | None,
         *,
@@ -68,6 +70,7 @@ class Reducer:
         Args:
             buckets: in launch order.
             transport: the optimizer's.
+            clipping: of these gradients.
             schedule, updates: are told how far the reductions are. Held weakly.
             overlap: launch buckets during backward.
             once_per_step: stage 1: reduce in the last backward of a step only, which is
@@ -75,6 +78,7 @@ class Reducer:
                 the first step.
         """
         self._buckets, self._transport = list(buckets), transport
+        self._clipping = clipping
         self._schedule = None if schedule is None else weakref.ref(schedule)
         self._updates = None if updates is None else weakref.ref(updates)
         self._overlap, self._once_per_step = overlap, once_per_step
@@ -239,6 +243,8 @@ class Reducer:
         if bucket.state is BucketState.REDUCING:
             bucket.finish()
         reduced = bucket.state is BucketState.REDUCED
+        if reduced:
+            self._clipping.multiply()  # what is added now is not clipped
         bucket.reopen(accumulate=reduced and self._accumulating())
 
     def _accumulating(self) -> bool:
@@ -363,6 +369,7 @@ class Reducer:
 
     def end_step(self) -> None:
         """Start counting passes and rounds anew."""
+        self._clipping.forget()
         self._foreseen = self._backwards or None
         self._backwards = self._rounds = 0
         used = False
@@ -378,6 +385,7 @@ class Reducer:
         gradients back, in stages 2 and 3."""
         self._zeroed = True
         self._accumulates = None
+        self._clipping.forget()
         with without_placeholders():
             for bucket in self._buckets:
                 bucket.drop_zeroed()

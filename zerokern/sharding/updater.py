@@ -161,6 +161,18 @@ class Updater:
         self.report[:1].copy_(self.norm())
         self.gathered = None
 
+    def amend_report(self, norm: Tensor | None, multiplied: Tensor | None) -> None:
+        """Note what was done to the gradients before the table was formed.
+
+        Args:
+            norm: their total norm before that; None as it is in the report.
+            multiplied: what they were multiplied with, if they were.
+        """
+        if norm is not None:
+            self.report[:1].copy_(norm)
+        if multiplied is not None:
+            self.report[1:2].mul_(multiplied)
+
     # ---------------------------------------------------------------- the update
 
     def form_table(
