@@ -292,6 +292,20 @@ def check_loss(loss: Any) -> None:
         )
 
 
+def refuse_copy() -> None:
+    """Refuse to copy or pickle an optimizer.
+
+    Raises:
+        TypeError: always; says the remedy.
+    """
+    raise TypeError(
+        "a zerokern optimizer cannot be copied or pickled: it holds hooks, transfers and"
+        " one rank's shards. Copy or save the model inside optimizer.full_params() and"
+        " optimizer.full_state_dict(), build a new optimizer on the copy and load the"
+        " state there"
+    )
+
+
 def refuse_param_group() -> None:
     """Refuse a param group that comes after construction.
 

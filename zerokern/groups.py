@@ -83,6 +83,23 @@ class Groups:
         group = Group(process_group)
         return cls(group, group, group)
 
+    def check_current(self) -> None:
+        """Refuse a process that trains alone only because it did not know better.
+
+        Raises:
+            RuntimeError: torch.distributed was initialised after the optimizer was
+                built.
+        """
+        if self.agrees.process_group is not None or not dist.is_initialized():
+            return
+        if dist.get_world_size() > 1:
+            raise RuntimeError(
+                "the optimizer was built before torch.distributed was initialised, so"
+                f" each of the {dist.get_world_size()} ranks would train by itself;"
+                " build it after init_process_group, or pass a group of one rank to"
+                " train alone on purpose. Nothing was updated"
+            )
+
     @property
     def alone(self) -> bool:
         """Whether there is one rank only, which sends nothing."""

@@ -153,6 +153,7 @@ class ShardedOptimizer(Optimizer):
             checks.check_loss(loss)
         if loss_scale is not None:
             coordinator.refuse_in_backward("a loss scale")
+        coordinator.transport.groups.check_current()
         coordinator.synchronize()
         coordinator.step(self.max_grad_norm, loss_scale)
         if state.is_consolidated:
@@ -160,6 +161,18 @@ class ShardedOptimizer(Optimizer):
         self._last_scale = loss_scale
         self._loss_scale = None
         return loss
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Refuse to be copied.
+
+        Raises:
+            TypeError: always; says the remedy.
+        """
+        checks.refuse_copy()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled. Raises TypeError, as `__deepcopy__`."""
+        checks.refuse_copy()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. `model.zero_grad()` does the same."""

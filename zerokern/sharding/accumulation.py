@@ -36,7 +36,7 @@ def node_of(param: Tensor) -> Node:
 def runs(node: Node) -> bool:
     """Return, inside of a backward pass, whether it comes to this node."""
     try:
-        return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined,no-any-return]
+        return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # a leaf of autograd.grad: its gradient is returned instead
         return False
 

@@ -97,7 +97,7 @@ class Clipping:
     def clamp(self, limit: Bound) -> None:
         """Clamp each element of the reduced gradients to [-limit, limit]."""
         for bucket in self._buckets:
-            bucket.change(lambda gradient: gradient.clamp_(-limit, limit))
+            bucket.change(lambda gradient: gradient.clamp_(-limit, limit))  # type: ignore[arg-type]
 
     def forget(self) -> None:
         """The gradients are gone."""
@@ -120,4 +120,5 @@ class Clipping:
         mine = torch.linalg.vector_norm(torch.stack(parts), norm_type)
         words = self._transport.all_gather_words(mine.view(1).view(torch.int64))
         of_ranks = words.flatten().view(torch.float64)
-        return torch.linalg.vector_norm(of_ranks, norm_type)
+        norm: Tensor = torch.linalg.vector_norm(of_ranks, norm_type)
+        return norm

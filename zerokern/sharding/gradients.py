@@ -103,6 +103,8 @@ class GradientBucket:
             self._open()
         self.shard = self._empty_shard(transport)
         """[S], the reduced gradient."""
+        self._references = self._count_references()
+        """To the memory of `local`, of our own."""
 
     def _empty_shard(self, transport: Transport) -> Tensor:
         if self.local is not None and self._wire == self._reduced:
@@ -327,6 +329,8 @@ class GradientBucket:
             self.state = BucketState.LOCAL
         for slot in self.slots:
             wanted |= slot.look() is not Seen.GONE
+        if self._shows and not wanted:
+            self._leave_to_holders()
         if self.accumulated is not None:
             self.follow_all()
             self.drop_accumulated()
@@ -385,6 +389,23 @@ class GradientBucket:
         self.shard = self.shard.new_empty(0)
 
     # ---------------------------------------------------------------- memory
+
+    def _leave_to_holders(self) -> None:
+        """World of one: p.grad was dropped. Where somebody has kept it, what was kept
+        has to stay as it is, so new gradients get new memory."""
+        held = self._count_references() > self._references
+        if not held and not any(slot.is_held() for slot in self.slots):
+            return
+        for slot in self.slots:
+            slot.forget()
+        self._open()
+        self.shard = self._empty_shard(self._transport)
+        self._references = self._count_references()
+
+    def _count_references(self) -> int:
+        if self.local is None or not self._shows:
+            return 0
+        return torch._C._storage_Use_Count(self.local.untyped_storage()._cdata)
 
     def _open(self) -> Tensor:
         """Give `local` memory."""

@@ -16,10 +16,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from ..eager import eager
 from ..transport import Transport
-from .accumulation import Node, node_of, runs
+from .accumulation import node_of, runs
 from .clipping import Clipping
 from .gradients import BucketState, GradientBucket
 from .hooks import BackwardPasses, Handles

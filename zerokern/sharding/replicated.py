@@ -37,11 +37,16 @@ class ReplicatedBucket:
         self._placeholders = Placeholders(parameters.params, self)
         self._in_forward = in_forward
         self._versions: list[int] = []
-        """Torch's counts of writes to the parameters. Our kernels are not counted."""
-        self.note_versions()
+        """Torch's counts of writes to the parameters, as of our last look or update."""
+        with without_placeholders():
+            self._versions = [param._version for param in self.parameters.params]
 
     def publish(self) -> None:
         """Send this rank's part, which was updated, to all ranks."""
+        # A backward that still needs the old values fails, as torch lets it after any
+        # write.
+        torch.autograd.graph.increment_version(self.parameters.params)
+        self._versions = [version + 1 for version in self._versions]
         if self._alone:
             return
         self._gather.start(self.parameters.own, self._whole)
@@ -91,11 +96,6 @@ class ReplicatedBucket:
             " moved, cast or its .data was replaced. Move and cast the model before the"
             " optimizer is built, or build a new optimizer"
         )
-
-    def note_versions(self) -> None:
-        """Take the parameters as they are for what was written last."""
-        with without_placeholders():
-            self._versions = [param._version for param in self.parameters.params]
 
 
 class ReplicatedParameters:
@@ -156,13 +156,7 @@ class ReplicatedParameters:
 
     def updated(self, parameters: ParameterBucket, *, in_backward: bool) -> None:
         """The shard of a bucket was updated: send it to all ranks."""
-        bucket = self._buckets[parameters.layout.index]
-        bucket.publish()
-        if in_backward:
-            # A backward that still needs the old values fails, as torch lets it after
-            # any write.
-            torch.autograd.graph.increment_version(parameters.params)
-            bucket.note_versions()
+        self._buckets[parameters.layout.index].publish()
 
     def prepare_update(self, parameters: ParameterBucket) -> None:
         """In backward: have one bucket as `prepare_step` has all of them."""

@@ -4,6 +4,7 @@ where, and what was left in p.grad."""
 from __future__ import annotations
 
 import enum
+import sys
 
 from torch import Tensor
 
@@ -107,6 +108,12 @@ class GradientSlot:
         if self._left is not None and self.seen in OURS:
             self._version = self._left._version
             self.seen = Seen.KEPT
+
+    def is_held(self) -> bool:
+        """p.grad was dropped: return whether somebody has kept the view that was left
+        there."""
+        ours = 2 + (self._left is self.view)  # with the argument of getrefcount
+        return self.view is not None and sys.getrefcount(self.view) > ours
 
     @property
     def shows_placeholder(self) -> bool:
