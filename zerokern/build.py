@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from . import backends, checks, layout
 from .config import Buckets, Precision
 from .groups import Groups
 from .rules import UpdateRule
-from .sharding.coordinator import Blueprint, Sharding
+from .sharding.blueprint import Blueprint, Sharding
+from .sharding.coordinator import Coordinator
 from .sharding.handles import ParamHandles
 from .sharding.initial import Initial
 from .sharding.units import unit_of_params
@@ -79,6 +81,54 @@ def blueprint(
         model,
         initial,
     )
+
+
+def follow(
+    coordinator: Coordinator,
+    param_groups: Sequence[MutableMapping[str, Any]],
+    rule: UpdateRule,
+) -> None:
+    """Have a coordinator follow param groups that were edited since, and parameters in
+    them that were added or thawed. All ranks must do so.
+
+    Args:
+        coordinator: at rest.
+        param_groups: torch's.
+        rule: of these groups.
+
+    Raises:
+        ValueError: on all ranks, if they differ; or what is new does not fit. Nothing
+            was changed.
+    """
+    blueprint, handles = coordinator.blueprint, coordinator.handles
+    params, names, places = _listed(param_groups)
+    checks.check_edited(params, rule, blueprint.rule)
+    added = [param for param in params if handles.find(param) is None]
+    for param in added:
+        checks.check_param(names[id(param)], param)
+        checks.check_added(names[id(param)], param, blueprint.transport.device)
+    units: dict[int, str] = {}
+    if blueprint.sharding.parameters and added:
+        assert blueprint.model is not None
+        names.update((id(p), name) for name, p in blueprint.model.named_parameters())
+        units = unit_of_params(blueprint.model, blueprint.buckets.units)
+        checks.check_units(added, blueprint.model, units, coordinator.unit_names())
+    specs = []
+    for handle, spec in zip(handles, coordinator.layout.params, strict=True):
+        thawed = handle.param.requires_grad and id(handle.param) in places
+        specs.append(replace(spec, trainable=spec.trainable or thawed))
+    specs += [_spec(param, names[id(param)], units) for param in added]
+    chosen = coordinator.layout
+    if tuple(specs) != chosen.params:
+        limit = None if blueprint.sharding.parameters else blueprint.buckets.bytes
+        chosen = layout.grown(chosen, specs, limit)
+    everyone = [*(handle.param for handle in handles), *added]
+    grown = ParamHandles(
+        chosen, everyone, [places.get(id(p), NOWHERE) for p in everyone]
+    )
+    lines = _description(grown, chosen, rule, blueprint.precision)
+    _agree(blueprint.transport, lines)
+    coordinator.follow(chosen, grown, param_groups)
 
 
 def _listed(

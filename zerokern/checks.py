@@ -4,7 +4,7 @@ remedy."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -292,6 +292,62 @@ def check_loss(loss: Any) -> None:
         )
 
 
+def check_edited(params: Sequence[Tensor], rule: UpdateRule, known: UpdateRule) -> None:
+    """Refuse param groups that were edited into what no optimizer is built from.
+
+    Raises:
+        ValueError: a parameter is in them twice, or they need states that there are not.
+    """
+    if len(set(map(id, params))) < len(params):
+        raise ValueError(
+            "a parameter is in the param groups twice, after these were edited; take it"
+            " out of one. Nothing was updated"
+        )
+    if rule != known:
+        raise ValueError(
+            f"the param groups need the states {sorted(rule.moments)} since they were"
+            f" edited, and the optimizer was built with {sorted(known.moments)}; build"
+            " a new one. Nothing was updated"
+        )
+
+
+def check_added(name: str, param: Tensor, device: torch.device) -> None:
+    """Refuse a parameter that cannot be added to an optimizer that is built.
+
+    Raises:
+        ValueError: it is on another device.
+    """
+    if param.device != device:
+        raise ValueError(
+            f"{name} is on {param.device}, the optimizer's other parameters on"
+            f" {device}; move it there before it is added. Nothing was updated"
+        )
+
+
+def check_units(
+    added: Sequence[Tensor],
+    model: nn.Module,
+    units: Mapping[int, str],
+    known: Collection[str],
+) -> None:
+    """Refuse, in stage 3, parameters that no unit gathers.
+
+    Raises:
+        ValueError: they are not in the model, or in a module that has come to it since
+            and would be a unit of its own.
+    """
+    ours = set(map(id, model.parameters()))
+    for param in added:
+        name = units.get(id(param), "")
+        if id(param) not in ours or name not in known:
+            where = "not in model" if id(param) not in ours else f"of unit {name!r}"
+            raise ValueError(
+                f"a parameter of shape {tuple(param.shape)} was added that is {where},"
+                " which no hook gathers (stage 3); build a new optimizer, which takes"
+                " the parameters over. Nothing was updated"
+            )
+
+
 def refuse_copy() -> None:
     """Refuse to copy or pickle an optimizer.
 
@@ -303,19 +359,6 @@ def refuse_copy() -> None:
         " one rank's shards. Copy or save the model inside optimizer.full_params() and"
         " optimizer.full_state_dict(), build a new optimizer on the copy and load the"
         " state there"
-    )
-
-
-def refuse_param_group() -> None:
-    """Refuse a param group that comes after construction.
-
-    Raises:
-        ValueError: always; says the remedy.
-    """
-    raise ValueError(
-        "add_param_group after construction is not available: the flat layout is fixed."
-        " Pass all groups at construction (lr 0 keeps one still), or build a new"
-        " optimizer, which takes the parameters over"
     )
 
 

@@ -207,22 +207,8 @@ def bucketed(params: Sequence[ParamSpec], world: int, bucket_bytes: int) -> Layo
     A bucket is closed before it would pass `bucket_bytes`. Frozen parameters have no
     slot.
     """
-    closed: list[list[int]] = []
-    filling: dict[str, list[int]] = {}
-    for index in reversed(range(len(params))):
-        param = params[index]
-        if not param.trainable:
-            continue
-        members = filling.setdefault(param.dtype, [])
-        if (
-            members
-            and sum(params[i].numel for i in [*members, index]) * param.itemsize
-            > bucket_bytes
-        ):
-            closed.append(filling.pop(param.dtype))
-            filling[param.dtype] = members = []
-        members.append(index)
-    return _layout(params, [*closed, *filling.values()], world)
+    members = _by_bytes(params, range(len(params)), bucket_bytes)
+    return Layout(tuple(params), _buckets(params, members, world), world)
 
 
 def by_unit(params: Sequence[ParamSpec], world: int) -> Layout:
@@ -231,39 +217,88 @@ def by_unit(params: Sequence[ParamSpec], world: int) -> Layout:
 
     The root unit comes last, since the embedding's gradient does.
     """
-    units: dict[str, dict[tuple[str, bool], list[int]]] = {}
-    for index, param in enumerate(params):
-        units.setdefault(param.unit, {}).setdefault(
-            (param.dtype, param.trainable), []
-        ).append(index)
-    order = [unit for unit in reversed(units) if unit] + [
-        unit for unit in units if not unit
-    ]
-    return _layout(
-        params, [members for unit in order for members in units[unit].values()], world
-    )
+    members = _by_unit(params, range(len(params)))
+    return Layout(tuple(params), _buckets(params, members, world), world)
 
 
-def _layout(
-    params: Sequence[ParamSpec], groups: Iterable[Sequence[int]], world: int
+def grown(
+    layout: Layout, params: Sequence[ParamSpec], bucket_bytes: int | None
 ) -> Layout:
+    """Return a layout with more parameters to train, in buckets of their own.
+
+    Buckets of other parameters stay as they are. A frozen one that has lost parameters
+    keeps its number and is cut anew, or is gone.
+
+    Args:
+        layout: the one so far.
+        params: those of `layout`, some of which were frozen and are trainable now, then
+            further ones.
+        bucket_bytes: as of `bucketed`; None: as `by_unit`.
+    """
+    known = len(layout.params)
+    added = [
+        index
+        for index, param in enumerate(params)
+        if index >= known or param.trainable != layout.params[index].trainable
+    ]
+    buckets = []
+    for bucket in layout.buckets:
+        left = [slot.param for slot in bucket.slots if slot.param not in added]
+        if len(left) == len(bucket.slots):
+            buckets.append(bucket)
+        elif left:
+            buckets += _buckets(params, [left], layout.world, bucket.index)
+    if bucket_bytes is None:
+        members = _by_unit(params, added)
+    else:
+        members = _by_bytes(params, added, bucket_bytes)
+    first = 1 + max((bucket.index for bucket in layout.buckets), default=-1)
+    fresh = _buckets(params, members, layout.world, first)
+    return Layout(tuple(params), (*buckets, *fresh), layout.world)
+
+
+def _by_bytes(
+    params: Sequence[ParamSpec], chosen: Sequence[int], bucket_bytes: int
+) -> list[list[int]]:
+    closed: list[list[int]] = []
+    filling: dict[str, list[int]] = {}
+    for index in reversed(chosen):
+        param = params[index]
+        if not param.trainable:
+            continue
+        members = filling.setdefault(param.dtype, [])
+        numel = param.numel + sum(params[i].numel for i in members)
+        if members and numel * param.itemsize > bucket_bytes:
+            closed.append(filling.pop(param.dtype))
+            filling[param.dtype] = members = []
+        members.append(index)
+    return [*closed, *filling.values()]
+
+
+def _by_unit(params: Sequence[ParamSpec], chosen: Sequence[int]) -> list[list[int]]:
+    units: dict[str, dict[tuple[str, bool], list[int]]] = {}
+    for index in chosen:
+        param = params[index]
+        kinds = units.setdefault(param.unit, {})
+        kinds.setdefault((param.dtype, param.trainable), []).append(index)
+    order = [unit for unit in reversed(units) if unit]
+    order += [unit for unit in units if not unit]
+    return [members for unit in order for members in units[unit].values()]
+
+
+def _buckets(
+    params: Sequence[ParamSpec],
+    groups: Iterable[Sequence[int]],
+    world: int,
+    first_index: int = 0,
+) -> tuple[Bucket, ...]:
     buckets: list[Bucket] = []
-    for members in groups:
+    for number, members in enumerate(groups):
         slots: list[Slot] = []
         for index in members:
-            slots.append(
-                Slot(index, slots[-1].padded_end if slots else 0, params[index].numel)
-            )
+            start = slots[-1].padded_end if slots else 0
+            slots.append(Slot(index, start, params[index].numel))
         first = params[members[0]]
-        buckets.append(
-            Bucket(
-                len(buckets),
-                first.unit,
-                first.dtype,
-                first.itemsize,
-                first.trainable,
-                tuple(slots),
-                world,
-            )
-        )
-    return Layout(tuple(params), tuple(buckets), world)
+        what = first.unit, first.dtype, first.itemsize, first.trainable
+        buckets.append(Bucket(first_index + number, *what, tuple(slots), world))
+    return tuple(buckets)

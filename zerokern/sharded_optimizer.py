@@ -65,6 +65,7 @@ class ShardedOptimizer(Optimizer):
         buckets = buckets or Buckets()
         checks.check_options(stage, model, process_group, mesh, max_grad_norm, buckets)
         self._parts: _Parts | None = None
+        self._rule = rule
         self._is_built = False
         super().__init__(checks.checked_groups(params), defaults)
         for group in self.param_groups:
@@ -92,8 +93,7 @@ class ShardedOptimizer(Optimizer):
         self._last_scale: Tensor | None = None
         """The divisor of the gradients in the coming step, and in the last one."""
         # From the first moment on: an empty state makes DCP take a step.
-        for param, views in state.by_param().items():
-            self.state[param] = views
+        self._show_state(state)
 
     def _live(self) -> _Parts:
         if self._parts is None:
@@ -114,15 +114,40 @@ class ShardedOptimizer(Optimizer):
             self._parts = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, while the optimizer is built.
+        """Add a group. All ranks must do so, outside of backward.
 
         Raises:
-            ValueError: the optimizer is built: its layout is fixed. Pass every group at
-                construction.
+            ValueError: it cannot be trained by this optimizer. Nothing was changed.
         """
-        if getattr(self, "_is_built", False):
-            checks.refuse_param_group()
-        super().add_param_group(param_group)
+        if not getattr(self, "_is_built", False):
+            super().add_param_group(param_group)
+            return
+        (group,) = checks.checked_groups([param_group])
+        before = list(self.param_groups)
+        super().add_param_group(group)
+        try:
+            checks.check_hyper(self.param_groups[-1])
+            self._follow_groups()
+        except Exception:
+            self.param_groups[:] = before
+            raise
+
+    def _follow_groups(self) -> Coordinator:
+        """Follow what was done to the param groups, and what was thawed in them. Return
+        the coordinator."""
+        parts = self._live()
+        coordinator = parts.coordinator
+        if not coordinator.is_current(self.param_groups):
+            with torch.no_grad():
+                build.follow(
+                    coordinator, self.param_groups, self._rule(self.param_groups)
+                )
+            self._show_state(parts.state)
+        return coordinator
+
+    def _show_state(self, state: OptimizerState) -> None:
+        for param, views in state.by_param().items():
+            self.state[param] = views
 
     @eager
     @torch.no_grad()
@@ -154,6 +179,7 @@ class ShardedOptimizer(Optimizer):
         if loss_scale is not None:
             coordinator.refuse_in_backward("a loss scale")
         coordinator.transport.groups.check_current()
+        self._follow_groups()
         coordinator.synchronize()
         coordinator.step(self.max_grad_norm, loss_scale)
         if state.is_consolidated:
@@ -277,8 +303,9 @@ class ShardedOptimizer(Optimizer):
             ValueError: the bound is negative.
         """
         checks.check_bound("clip_value", clip_value)
-        self.coordinator.refuse_in_backward("clip_grad_value_")
-        self.coordinator.clip_value(clip_value, self._loss_scale)
+        coordinator = self._follow_groups()
+        coordinator.refuse_in_backward("clip_grad_value_")
+        coordinator.clip_value(clip_value, self._loss_scale)
 
     @eager
     @torch.no_grad()
@@ -289,8 +316,9 @@ class ShardedOptimizer(Optimizer):
         ranks, and clip nothing. All ranks must call it. Arguments and errors are those
         of `clip_grad_norm_`."""
         checks.check_norm_type(norm_type)
-        self.coordinator.refuse_in_backward("clip_grad_norm_")
-        norm = self.coordinator.total_norm(float(norm_type), self._loss_scale)
+        coordinator = self._follow_groups()
+        coordinator.refuse_in_backward("clip_grad_norm_")
+        norm = coordinator.total_norm(float(norm_type), self._loss_scale)
         if error_if_nonfinite:
             checks.check_finite(norm, norm_type)
         return norm
@@ -309,7 +337,7 @@ class ShardedOptimizer(Optimizer):
             1.0 if a gradient on any rank is not finite, else 0.0: fp32 [1] on the
                 device, the same everywhere.
         """
-        coordinator = self.coordinator
+        coordinator = self._follow_groups()
         coordinator.refuse_in_backward("a loss scale")
         with torch.no_grad():
             coordinator.synchronize()

@@ -23,6 +23,9 @@ from .sharding.handles import ParamHandle
 from .sharding.parameters import ParameterBucket, view_in
 from .transport import Gather
 
+NOWHERE = -1
+"""The position of a parameter that was taken out of its group."""
+
 Entry = Mapping[str, Any]
 """The state of one parameter."""
 
@@ -59,7 +62,7 @@ class OptimizerState:
             views = {
                 name: bucket.views_of(t) for name, (t, _) in stored.items() if plain
             }
-            for handle in bucket.handles:
+            for handle in self._of(bucket):
                 entry: dict[str, Any] = {"step": steps[handle.column]}
                 piece = bucket.piece_of(handle)
                 for name, (tensor, per_entry) in stored.items():
@@ -70,7 +73,13 @@ class OptimizerState:
                 if not plain:
                     entry["range"] = (piece.offset, piece.offset + piece.numel)
                 state[handle.position] = entry
+        state.pop(NOWHERE, None)
         return state
+
+    def _of(self, bucket: ParameterBucket) -> list[ParamHandle]:
+        """Return the handles of a bucket as they are now: param groups may have been
+        edited since it was made."""
+        return [self._coordinator.handles[handle.index] for handle in bucket.handles]
 
     def by_param(self) -> dict[nn.Parameter, dict[str, Any]]:
         """Return `live` by parameter, in the order of the param groups."""
@@ -112,7 +121,8 @@ class OptimizerState:
         state: dict[int, dict[str, Any]] = {}
         for bucket in self._coordinator.trainable:
             layout = bucket.layout
-            for handle in bucket.handles:
+            handles = self._of(bucket)
+            for handle in handles:
                 state[handle.position] = {"step": steps[handle.column].float()}
             for name, field in bucket.states().items():
                 title = f"{name} {layout.index}"
@@ -121,12 +131,13 @@ class OptimizerState:
                 ops.load_state_(values, bucket.shard, field)
                 gather.start(values)
                 views = bucket.views_of(gather.wait())
-                for handle, view in zip(bucket.handles, views, strict=True):
+                for handle, view in zip(handles, views, strict=True):
                     if keep:
                         copy = torch.empty_like(view, device="cpu").copy_(view)
                         state[handle.position][name] = copy
                 gather.free()
                 transport.give(values)
+        state.pop(NOWHERE, None)
         return state if keep else {}
 
     def consolidate(self, to: int) -> None:
@@ -191,8 +202,9 @@ class OptimizerState:
         steps = self._coordinator.updater.steps
         transport = self._coordinator.transport
         for bucket in self._coordinator.trainable:
-            entries = [state.get(handle.position, {}) for handle in bucket.handles]
-            for handle, entry in zip(bucket.handles, entries, strict=True):
+            handles = self._of(bucket)
+            entries = [state.get(handle.position, {}) for handle in handles]
+            for handle, entry in zip(handles, entries, strict=True):
                 # Torch's SGD does not count.
                 step = entry.get("step", int(entry.get("momentum_buffer") is not None))
                 if isinstance(step, Tensor):
@@ -213,7 +225,7 @@ class OptimizerState:
         """Refuse a state that does not fit, before anything is changed."""
         ours = self.live()
         for bucket in self._coordinator.trainable:
-            for handle in bucket.handles:
+            for handle in self._of(bucket):
                 entry = state.get(handle.position)
                 if entry is None:
                     continue

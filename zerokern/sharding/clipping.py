@@ -51,7 +51,7 @@ class Clipping:
         """fp64, 0-d: the total norm before any of it was multiplied."""
         self.multiplied: Tensor | None = None
         """fp64, 0-d: what was multiplied in this step."""
-        self._buckets = list(buckets)
+        self._buckets = buckets
         self._transport = transport
         self._factor: Tensor | None = None
         """fp64, 0-d: the coefficient of `bound`."""

@@ -2,71 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..config import Buckets, Precision
-from ..layout import Bucket, Layout
-from ..rules import UpdateRule
-from ..transport import Transport
+from ..layout import Layout
+from .blueprint import Blueprint
 from .clipping import Bound, Clipping, coefficient, tighter
 from .forward_methods import ForwardMethods
 from .gradients import GradientBucket
 from .handles import ParamHandles
-from .initial import Initial, make_equal
 from .join import Join
-from .parameters import ParameterBucket
+from .membership import Membership
 from .reducer import Reducer
-from .replicated import ReplicatedParameters
 from .schedule import UnitSchedule
 from .sharded import ShardedParameters
 from .slots import HAS_REDUCED
 from .units import ROOT, unit_modules
 from .updater import Updater
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """Which tensors are sharded beside optimizer states, which always are.
-
-    Over the one axis that there is. With a mesh, each field will say over which axes.
-    """
-
-    gradients: bool
-    """Every backward reduces each bucket into this rank's shard, and the bucket's
-    memory goes back at once: A micro-batches send A x P + P elements, or 2P with the
-    first A - 1 under `no_sync`, where gradients stay at full size until they are
-    reduced. Otherwise buckets live forever, and are reduced once per step."""
-    parameters: bool
-    """Parameters are gathered unit by unit around their use."""
-
-    @classmethod
-    def of_stage(cls, stage: int, world: int) -> Sharding:
-        """Return what a ZeRO stage shards; in a world of one, nothing."""
-        return cls(
-            gradients=stage >= 2 and world > 1, parameters=stage == 3 and world > 1
-        )
-
-
-@dataclass(frozen=True)
-class Blueprint:
-    """The parts that a coordinator is made from: all ranks have agreed on them."""
-
-    layout: Layout
-    handles: ParamHandles
-    transport: Transport
-    sharding: Sharding
-    rule: UpdateRule
-    precision: Precision
-    buckets: Buckets
-    model: nn.Module | None
-    initial: Initial | None
-    """Makes the values of parameters on the meta device."""
 
 
 class Coordinator:
@@ -85,17 +41,21 @@ class Coordinator:
         """
         transport = blueprint.transport
         options = blueprint.buckets
+        self.blueprint = blueprint
         self.layout = blueprint.layout
         self.handles = blueprint.handles
         self.transport = transport
         self.sharding = blueprint.sharding
         self.groups = groups
+        self._membership = Membership(groups, self.handles)
         self.updates_in_backward = options.update_in_backward
         modules: dict[str, nn.Module] = {}
         if blueprint.model is not None:
             modules = unit_modules(blueprint.model, options.units)
-        self.parameters = self._store(modules, options)
-        self.buckets = self._parameter_buckets(blueprint)
+        self.parameters = blueprint.store(modules)
+        self.buckets = blueprint.parameter_buckets(
+            self.layout.buckets, self.handles, self.parameters
+        )
         """All of them, trainable and frozen ones."""
         self.trainable = [b for b in self.buckets if b.layout.trainable]
         self.updater = Updater(
@@ -105,7 +65,9 @@ class Coordinator:
             transport,
             seed=blueprint.precision.seed,
         )
-        self.gradients = self._gradient_buckets(blueprint.precision)
+        self.gradients = blueprint.gradient_buckets(
+            self.trainable, self.updater.partials
+        )
         """Of the trainable buckets, in launch order."""
         self._schedule: UnitSchedule | None = None
         self._methods: ForwardMethods | None = None
@@ -130,76 +92,61 @@ class Coordinator:
         )
         if self._schedule is not None:
             self._schedule.begin(self.reducer)
+        self._idle: set[int] = set()
+        """Parameters that were taken out of their groups: they keep their values."""
         self._joined: Join | None = None
         """Inside of `join`."""
         self._synchronized: list[int] = []
         """Generations of the gradients whose norm was gathered."""
 
-    # ---------------------------------------------------------------- construction
+    # ---------------------------------------------------------------- param groups
 
-    def _store(
-        self, modules: Mapping[str, nn.Module], options: Buckets
-    ) -> ReplicatedParameters | ShardedParameters:
-        if not self.sharding.parameters:
-            in_forward = options.gather_in_forward
-            return ReplicatedParameters(self.transport, in_forward=in_forward)
-        used = {bucket.unit for bucket in self.layout.buckets}
-        return ShardedParameters(self.transport, [n for n in modules if n in used])
+    def is_current(self, groups: Sequence[MutableMapping[str, Any]]) -> bool:
+        """Return whether param groups are as they were, and nothing was thawed."""
+        return self.groups is groups and self._membership.is_current(groups)
 
-    def _parameter_buckets(self, blueprint: Blueprint) -> list[ParameterBucket]:
-        """Make values equal on all ranks, then move them into buckets one by one."""
-        initial = blueprint.initial
-        if initial is not None and not self.sharding.parameters:
-            initial.make(list(initial.model.parameters()))
-        members = {
-            bucket.index: [self.handles[slot.param] for slot in bucket.slots]
-            for bucket in self.layout.buckets
-        }
-        present = [chosen for chosen in members.values() if not chosen[0].param.is_meta]
-        make_equal({c[0].name: [h.param for h in c] for c in present}, self.transport)
-        buckets = []
-        for bucket in self.layout.buckets:
-            chosen = members[bucket.index]
-            if any(handle.param.is_meta for handle in chosen):
-                self._make_unit(bucket, initial)
-            parameters = ParameterBucket(
-                bucket,
-                chosen,
-                self.transport.groups.shards.rank,
-                sharded=self.sharding.parameters,
-                precision=blueprint.precision,
-                moments=blueprint.rule.moments,
-            )
-            self.parameters.add(parameters)
-            buckets.append(parameters)
-        return buckets
+    def follow(
+        self,
+        layout: Layout,
+        handles: ParamHandles,
+        groups: Sequence[MutableMapping[str, Any]],
+    ) -> None:
+        """Follow param groups that were edited, and train what was added or thawed. All
+        ranks do so, outside of backward.
 
-    def _make_unit(self, bucket: Bucket, initial: Initial | None) -> None:
-        """Make the parameters of a bucket's unit, which are on the meta device."""
-        assert initial is not None
-        theirs = {}
-        for other in self.layout.buckets:
-            if other.unit == bucket.unit:
-                chosen = [self.handles[slot.param] for slot in other.slots]
-                theirs[chosen[0].name] = [handle.param for handle in chosen]
-        initial.make([param for params in theirs.values() for param in params])
-        make_equal(theirs, self.transport)
-
-    def _gradient_buckets(self, precision: Precision) -> list[GradientBucket]:
-        resident = not (self.sharding.gradients or self.updates_in_backward)
-        return [
-            GradientBucket(
-                parameters,
-                self.transport,
-                self.updater.partials[index],
-                index=index,
-                wire=precision.wire or parameters.dtype,
-                reduced=precision.gradients,
-                resident=resident,
-                update_in_backward=self.updates_in_backward,
-            )
-            for index, parameters in enumerate(self.trainable)
-        ]
+        Args:
+            layout: the one so far, or one grown from it.
+            handles: of its parameters, with their new places.
+            groups: torch's param groups.
+        """
+        old = self.layout.buckets
+        self.layout, self.handles, self.groups = layout, handles, groups
+        self._membership = Membership(groups, handles)
+        self._idle = {handle.index for handle in handles if handle.group < 0}
+        if layout.buckets == old:
+            self.updater.regroup(handles)
+            return
+        gone = [b for b in self.buckets if b.layout not in layout.buckets]
+        fresh = [bucket for bucket in layout.buckets if bucket not in old]
+        self.parameters.open(gone)
+        made = self.blueprint.parameter_buckets(fresh, handles, None)
+        self.parameters.replace(gone, made)
+        self.buckets = [b for b in self.buckets if b not in gone] + made
+        trainable = [bucket for bucket in made if bucket.layout.trainable]
+        known = len(self.trainable)
+        self.trainable += trainable
+        self.updater = self.updater.grown(handles, self.trainable)
+        for bucket, partials in zip(
+            self.gradients, self.updater.partials[:known], strict=True
+        ):
+            bucket.sum_squares_into(partials)
+        added = self.blueprint.gradient_buckets(
+            trainable, self.updater.partials[known:], known
+        )
+        self.gradients += added
+        if self._schedule is not None:
+            self._schedule.add(added)
+        self.reducer.add(added)
 
     # --------------------------------------------------------------- update_in_backward
 
@@ -288,7 +235,7 @@ class Coordinator:
         for bucket in buckets:
             self._synchronized.append(bucket.generation)
             for slot in bucket.slots:
-                if slot.state in HAS_REDUCED:
+                if slot.state in HAS_REDUCED and slot.handle.index not in self._idle:
                     columns.append(slot.handle.column)
         return columns
 
@@ -321,6 +268,12 @@ class Coordinator:
         self.transport.end_step()
 
     # --------------------------------------------------------------- what users ask for
+
+    def unit_names(self) -> set[str]:
+        """Return the units that have parameters; none in stages 1 and 2."""
+        if isinstance(self.parameters, ShardedParameters):
+            return set(self.parameters.units)
+        return set()
 
     def refuse_in_backward(self, what: str) -> None:
         """Refuse what needs all gradients before the first update.

@@ -106,6 +106,12 @@ class GradientBucket:
         self._references = self._count_references()
         """To the memory of `local`, of our own."""
 
+    def sum_squares_into(self, partials: Tensor) -> None:
+        """Leave sums of squares elsewhere from now on; those so far are there."""
+        self._partials = partials
+        title = self.transfer.title
+        self.transfer = Reduce(self._transport, self.layout, title, partials)
+
     def _empty_shard(self, transport: Transport) -> Tensor:
         if self.local is not None and self._wire == self._reduced:
             return self.local[self.layout.shard(transport.groups.averages.rank)]

@@ -78,7 +78,8 @@ class Reducer:
                 foreseen to be the same one as in the step before, and the first one in
                 the first step.
         """
-        self._buckets, self._transport = list(buckets), transport
+        self._buckets: list[GradientBucket] = []
+        self._transport = transport
         self._clipping = clipping
         self._schedule = None if schedule is None else weakref.ref(schedule)
         self._updates = None if updates is None else weakref.ref(updates)
@@ -108,9 +109,15 @@ class Reducer:
         self._handles = Handles()
         self._nodes: list[Node] = []
         """The nodes of autograd that accumulate into each parameter's p.grad."""
-        for number, bucket in enumerate(self._buckets):
+        self.add(buckets)
+
+    def add(self, buckets: Sequence[GradientBucket]) -> None:
+        """Take further buckets, to be launched after the others. What is in p.grad of
+        their parameters is adopted before the next step."""
+        for bucket in buckets:
+            self._buckets.append(bucket)
             for slot in bucket.slots:
-                self._hook(number, slot)
+                self._hook(len(self._buckets) - 1, slot)
 
     def _hook(self, number: int, slot: GradientSlot) -> None:
         # Weak: a parameter must not keep an optimizer alive that its user has dropped.

@@ -126,6 +126,17 @@ class ReplicatedParameters:
             parameters, self._transport, in_forward=self._in_forward
         )
 
+    def open(self, gone: Sequence[ParameterBucket]) -> None:
+        """Before `replace`: have every parameter whole."""
+        self.wait_all()
+
+    def replace(
+        self, gone: Sequence[ParameterBucket], made: Sequence[ParameterBucket]
+    ) -> None:
+        """Take further buckets. None goes: frozen parameters have none."""
+        for parameters in made:
+            self.add(parameters)
+
     def hook(self, modules: Sequence[nn.Module], handles: ParamHandles) -> None:
         """Wait for all parameters of a module before its forward, too: compiled code
         would not notice a placeholder."""

@@ -85,6 +85,10 @@ class UnitBackward:
         """Calls of the module that this pass has come to; the most that any has. Under
         a reentrant checkpoint the forward does not tell how many there will be."""
 
+    def add(self, gradients: GradientBucket) -> None:
+        """Take a bucket of the unit's parameters."""
+        self._gradients.append(gradients)
+
     def expect_call(self) -> None:
         """The module was called, and its outputs need gradients."""
         self._calls += 1
@@ -188,6 +192,11 @@ class UnitSchedule:
             for module in self._root_modules():
                 hook = ModuleHook(module, self, gather, ROOT).before_forward()
                 self._handles.add(hook)
+
+    def add(self, gradients: Sequence[GradientBucket]) -> None:
+        """Take buckets of parameters that are trained from now on."""
+        for bucket in gradients:
+            self._backward[bucket.layout.unit].add(bucket)
 
     def _root_modules(self) -> Iterator[nn.Module]:
         """Yield the modules of no other unit that have parameters of their own: they

@@ -44,6 +44,27 @@ class ShardedParameters:
         """Take a bucket, whose parameters become placeholders."""
         self.units[parameters.layout.unit].add(parameters)
 
+    def open(self, gone: Sequence[ParameterBucket]) -> None:
+        """Before `replace`: have the parameters of buckets whole that are to go. All
+        ranks do so."""
+        self.recover()
+        for unit in self._units_of(gone):
+            unit.unshard()
+
+    def replace(
+        self, gone: Sequence[ParameterBucket], made: Sequence[ParameterBucket]
+    ) -> None:
+        """Take buckets made anew of parameters of others, or of further ones."""
+        for unit in self._units_of(gone):
+            unit.remove(gone)
+            unit.reshard()
+        for parameters in made:
+            self.add(parameters)
+
+    def _units_of(self, buckets: Sequence[ParameterBucket]) -> list[Unit]:
+        names = {bucket.layout.unit for bucket in buckets}
+        return [unit for name, unit in self.units.items() if name in names]
+
     def hook(self, model: nn.Module) -> None:
         """Refuse to read or load the model's state_dict while parameters are
         sharded."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -145,6 +145,18 @@ class Unit:
     def add(self, parameters: ParameterBucket) -> None:
         """SHARDED: shard a bucket of parameters, trainable or frozen ones."""
         self.buckets.append(UnitBucket(parameters, self, self._transport))
+
+    def remove(self, gone: Sequence[ParameterBucket]) -> None:
+        """WHOLE: let go of some buckets, whose parameters stay whole."""
+        left = []
+        for bucket in self.buckets:
+            if bucket.parameters in gone:
+                assert bucket.whole is not None
+                del self._gathered[bucket.whole.untyped_storage()._cdata]
+                bucket.gather.free()
+            else:
+                left.append(bucket)
+        self.buckets = left
 
     def start(self) -> None:
         """SHARDED: start to gather."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import ops
 from ..rules import MAXIMIZE, UpdateRule
 from ..transport import Transport
-from .handles import ParamHandles
+from .handles import ParamHandle, ParamHandles
 from .parameters import ParameterBucket
 
 WORD_BITS = 32
@@ -24,6 +24,12 @@ Groups = Sequence[Mapping[str, Any]]
 
 DECAY = ops.HYPER.index("weight_decay")
 DECOUPLED = ops.HYPER.index("decoupled")
+
+
+def _groups_of(handles: Sequence[ParamHandle]) -> list[int]:
+    """Return the param group of each parameter; of one that is in none, which is never
+    updated, the first."""
+    return [max(handle.group, 0) for handle in handles]
 
 
 class Updater:
@@ -51,6 +57,7 @@ class Updater:
         device = transport.device
         num_columns = handles.num_columns
         self.rule = rule
+        self._seed = seed
         self._transport = transport
         self.buckets = list(buckets)
         sizes = [ops.partials_numel(b.layout.shard_numel) for b in buckets]
@@ -67,7 +74,7 @@ class Updater:
         """Total gradient norm before clipping, clip coefficient, steps skipped for
         non-finite gradients."""
         trained = sorted((h for h in handles if h.column >= 0), key=lambda h: h.column)
-        groups = [handle.group for handle in trained]
+        groups = _groups_of(trained)
         seeds = [ops.seed_of(seed, handle.position) for handle in trained]
         self._group_of_column = torch.tensor(groups, device=device)
         self._seeds = torch.tensor(seeds, device=device)
@@ -96,6 +103,30 @@ class Updater:
             )
             for bucket, columns in zip(buckets, self._maps, strict=True)
         ]
+
+    def grown(
+        self, handles: ParamHandles, buckets: Sequence[ParameterBucket]
+    ) -> Updater:
+        """Return one for more parameters, which goes on from here.
+
+        Args:
+            handles: of all parameters; the columns so far are as they were.
+            buckets: the trainable ones, those so far first.
+        """
+        grown = Updater(self.rule, handles, buckets, self._transport, seed=self._seed)
+        for theirs, ours in (
+            (grown.steps, self.steps),
+            (grown._seeds, self._seeds),
+            (grown._all_partials, self._all_partials),
+            (grown.report, self.report),
+        ):
+            theirs[: ours.numel()].copy_(ours)
+        return grown
+
+    def regroup(self, handles: ParamHandles) -> None:
+        """Follow parameters into other param groups."""
+        trained = sorted((h for h in handles if h.column >= 0), key=lambda h: h.column)
+        self._group_of_column.copy_(torch.tensor(_groups_of(trained)))
 
     def _column_maps(self, handles: ParamHandles) -> list[ops.ColumnMap]:
         """Return each bucket's map. A parameter has at most one piece on a rank, so all
@@ -235,6 +266,8 @@ class Updater:
     def _numbers(self, groups: Groups) -> list[float | Tensor]:
         """Return the numbers of every param group in the order of `ops.HYPER`."""
         rule = self.rule
+        if not groups:
+            return [0.0] * len(rule.entries)
         numbers: list[float | Tensor] = []
         for group in groups:
             for key, fixed in rule.fixed.items():
