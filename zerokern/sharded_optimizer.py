@@ -24,6 +24,7 @@ from .options import signature_of
 from .rules import UpdateRule
 from .sharding.coordinator import Coordinator
 from .sharding.placeholders import without_placeholders
+from .shown_state import ShownState
 from .state import OptimizerState
 
 
@@ -93,7 +94,8 @@ class ShardedOptimizer(Optimizer):
         self._last_scale: Tensor | None = None
         """The divisor of the gradients in the coming step, and in the last one."""
         # From the first moment on: an empty state makes DCP take a step.
-        self._show_state(state)
+        self._shown = ShownState()
+        self._shown.show(self.state, state.by_param())
 
     def _live(self) -> _Parts:
         if self._parts is None:
@@ -132,9 +134,10 @@ class ShardedOptimizer(Optimizer):
             self.param_groups[:] = before
             raise
 
+    @torch.no_grad()
     def _follow_groups(self) -> Coordinator:
-        """Follow what was done to the param groups, and what was thawed in them. Return
-        the coordinator."""
+        """Follow what was done to the param groups and to the state, and what was
+        thawed. Return the coordinator."""
         parts = self._live()
         coordinator = parts.coordinator
         if not coordinator.is_current(self.param_groups):
@@ -142,12 +145,10 @@ class ShardedOptimizer(Optimizer):
                 build.follow(
                     coordinator, self.param_groups, self._rule(self.param_groups)
                 )
-            self._show_state(parts.state)
+            self._shown.show(self.state, parts.state.by_param())
+        elif not self._shown.is_untouched(self.state):
+            self._shown.adopt(self.state, parts.state.reset)
         return coordinator
-
-    def _show_state(self, state: OptimizerState) -> None:
-        for param, views in state.by_param().items():
-            self.state[param] = views
 
     @eager
     @torch.no_grad()

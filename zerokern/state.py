@@ -87,6 +87,18 @@ class OptimizerState:
         handles = sorted(self._coordinator.handles, key=lambda h: h.position)
         return {h.param: live[h.position] for h in handles if h.position in live}
 
+    def reset(self, param: nn.Parameter) -> None:
+        """Start the state of one parameter anew, on this rank."""
+        handle = self._coordinator.handles.find(param)
+        assert handle is not None
+        self._coordinator.updater.steps[handle.column] = 0
+        for bucket in self._coordinator.trainable:
+            if bucket.layout.index == handle.bucket:
+                piece = bucket.piece_of(handle)
+                for name, (tensor, per_entry) in bucket.stored().items():
+                    if name != "master":
+                        _part(tensor, per_entry, piece).zero_()
+
     # ---------------------------------------------------------------- out
 
     def to_save(self, packed: dict[int, Any]) -> dict[int, Any]:
