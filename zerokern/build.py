@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import backends, checks, layout
 from .config import Buckets, Precision
@@ -103,7 +104,11 @@ def follow(
     blueprint, handles = coordinator.blueprint, coordinator.handles
     params, names, places = _listed(param_groups)
     checks.check_edited(params, rule, blueprint.rule)
-    added = [param for param in params if handles.find(param) is None]
+    added = [
+        param
+        for param in params
+        if handles.find(param) is None and not is_traceable_wrapper_subclass(param)
+    ]
     for param in added:
         checks.check_param(names[id(param)], param)
         checks.check_added(names[id(param)], param, blueprint.transport.device)
@@ -165,10 +170,15 @@ def _in_model_order(
     """Return what stage 3 shards, in order of registration: the optimizer's parameters,
     and frozen ones."""
     ours = {id(p) for p in params}
-    chosen = [p for p in model.parameters() if id(p) in ours or not p.requires_grad]
+    chosen = []
+    for param in model.parameters():
+        # Frozen ones that hold other tensors, such as 4-bit weights, stay whole.
+        is_ours = id(param) in ours or not param.requires_grad
+        if is_ours and not is_traceable_wrapper_subclass(param):
+            chosen.append(param)
     for name, param in model.named_parameters():
         checks.check_param(name, param)
-    missing = ours - {id(p) for p in chosen}
+    missing = ours - set(map(id, model.parameters()))
     if missing:
         raise ValueError(
             f"{len(missing)} parameters of the optimizer are not in model; pass the"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import ops
 from .config import Buckets, Precision
@@ -144,6 +145,12 @@ def check_param(name: str, param: Tensor) -> None:
         raise ValueError(
             f"{name} is a DTensor, sharded already; pass plain parameters, without"
             " FSDP2 or tensor parallelism"
+        )
+    if is_traceable_wrapper_subclass(param) and param.requires_grad:
+        raise ValueError(
+            f"{name} is a {type(param.data).__name__}, a tensor subclass that holds"
+            " other tensors; zerokern trains plain tensors only: freeze it"
+            " (requires_grad=False), and train adapters beside it"
         )
     if param.layout != torch.strided:
         raise ValueError(

@@ -46,8 +46,9 @@ class UpdateRule:
             ValueError: always; says the value and the remedy.
         """
         raise ValueError(
-            f"{key}={value} was set after construction, where no group had any, so"
-            f" there is no buffer for it; build the optimizer with {key}"
+            f"{key}={value} was set after construction, where it was"
+            f" {self.fixed[key]}: the state has no place for it; build the optimizer"
+            f" with {key}={value}. Nothing was updated"
         )
 
 
@@ -58,7 +59,8 @@ def adam(groups: Sequence[Group]) -> UpdateRule:
         ValueError: amsgrad is set in some groups and not in others.
     """
     moments = {"exp_avg": "first", "exp_avg_sq": "second"}
-    if _same("amsgrad", [bool(group["amsgrad"]) for group in groups]):
+    amsgrad = _same("amsgrad", [bool(group["amsgrad"]) for group in groups])
+    if amsgrad:
         moments["max_exp_avg_sq"] = "largest"
     entries = (
         Entry("lr"),
@@ -70,7 +72,7 @@ def adam(groups: Sequence[Group]) -> UpdateRule:
         Entry("decoupled_weight_decay"),
         0.0,
     )
-    return UpdateRule("adam", moments, entries)
+    return UpdateRule("adam", moments, entries, fixed={"amsgrad": amsgrad})
 
 
 def lion(groups: Sequence[Group]) -> UpdateRule:

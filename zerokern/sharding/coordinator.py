@@ -15,6 +15,7 @@ from .clipping import Bound, Clipping, coefficient, tighter
 from .forward_methods import ForwardMethods
 from .gradients import GradientBucket
 from .handles import ParamHandles
+from .initial import make_buffers_equal
 from .join import Join
 from .membership import Membership
 from .reducer import Reducer
@@ -57,6 +58,8 @@ class Coordinator:
             self.layout.buckets, self.handles, self.parameters
         )
         """All of them, trainable and frozen ones."""
+        if blueprint.model is not None:
+            make_buffers_equal(blueprint.model, transport)
         self.trainable = [b for b in self.buckets if b.layout.trainable]
         self.updater = Updater(
             blueprint.rule,

@@ -210,13 +210,31 @@ def make_equal(
                     param.copy_(value)
 
 
+def make_buffers_equal(model: nn.Module, transport: Transport) -> None:
+    """Give every rank the buffers of rank 0, as DDP does at construction; what is equal
+    already is not sent."""
+    named = [(n, b) for n, b in model.named_buffers() if b.numel() and not b.is_meta]
+    if transport.groups.alone or not named:
+        return
+    with torch.no_grad():
+        sums = torch.stack([checksum(b).to(transport.device) for _, b in named])
+        gathered = transport.all_gather_words(sums)
+        if transport.groups.agrees.is_fake:
+            return
+        for index, (name, buffer) in enumerate(named):
+            if (gathered[:, index] != gathered[0, index]).any():
+                value = buffer.detach().to(transport.device, copy=True).contiguous()
+                transport.broadcast(value, name)
+                buffer.copy_(value)
+
+
 def checksum(tensor: Tensor) -> Tensor:
     """Return an int64 sum of a tensor's bytes as words: equal tensors have equal
     sums."""
     flat = tensor.detach().contiguous().view(-1)
     words = flat.view(
-        {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
-            tensor.element_size()
-        ]
+        {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(
+            tensor.element_size(), torch.int64
+        )
     )
     return words.sum(dtype=torch.int64)

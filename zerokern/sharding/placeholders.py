@@ -228,12 +228,22 @@ class _PlaceholderFake(_Placeholder, FakeTensor):
     pass
 
 
-PLACEHOLDER: Mapping[type, type] = {
+PLACEHOLDER: dict[type, type] = {
     nn.Parameter: PlaceholderParameter,
     FakeTensor: _PlaceholderFake,
 }
 """The class of a parameter, or of a fake one, while its values are elsewhere."""
 PRESENT = {placeholder: present for present, placeholder in PLACEHOLDER.items()}
+
+
+def _placeholder_of(kind: type) -> type:
+    """Return the class that stands for a class of parameters, users' own among them."""
+    found = PLACEHOLDER.get(kind)
+    if found is None:
+        found = type(f"Placeholder{kind.__name__}", (_Placeholder, kind), {})
+        PLACEHOLDER[kind] = found
+        PRESENT[found] = kind
+    return found
 
 
 def _provide(param: Any, reader: str) -> None:
@@ -272,8 +282,8 @@ class Placeholders:
             kind = type(param)
             if kind not in PRESENT:
                 param.data = nothing
-                if kind in PLACEHOLDER:
-                    param.__class__ = PLACEHOLDER[kind]
+                if isinstance(param, nn.Parameter) or kind in PLACEHOLDER:
+                    param.__class__ = _placeholder_of(kind)
                     param._placeholders = self._itself  # type: ignore[attr-defined]
 
     def restore(self, values: Sequence[Tensor]) -> None:

@@ -170,6 +170,8 @@ class UnitSchedule:
         self._order = ExecutionOrder()
         self._entered: Unit | None = None
         """The unit whose backward is under way."""
+        self._beside: Unit | None = None
+        """The unit whose parts were called last without its forward."""
         self._running = False
         """The model's own forward is under way."""
         self._inside = parameters.inside
@@ -187,20 +189,27 @@ class UnitSchedule:
                 self._handles.add(hook)
                 hook = ModuleHook(module, self, after, name).after_forward()
                 self._handles.add(hook)
-        if ROOT in self._units:
-            gather = UnitSchedule._gather_root
-            for module in self._root_modules():
-                hook = ModuleHook(module, self, gather, ROOT).before_forward()
-                self._handles.add(hook)
+        gather = UnitSchedule._gather_beside
+        for name, module in self._called_beside():
+            hook = ModuleHook(module, self, gather, name).before_forward()
+            self._handles.add(hook)
 
     def add(self, gradients: Sequence[GradientBucket]) -> None:
         """Take buckets of parameters that are trained from now on."""
         for bucket in gradients:
             self._backward[bucket.layout.unit].add(bucket)
 
+    def _called_beside(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules that may be called without the forward of their unit, and
+        its name: those of the root that have parameters, and what a Sequential is made
+        of, which many loops walk through."""
+        for name, unit in self._modules.items():
+            if name in self._units and name != ROOT:
+                yield from ((name, module) for module in _walked_through(unit))
+        if ROOT in self._units:
+            yield from ((ROOT, module) for module in self._root_modules())
+
     def _root_modules(self) -> Iterator[nn.Module]:
-        """Yield the modules of no other unit that have parameters of their own: they
-        may be called beside the model."""
         model = self._modules[ROOT]
         inside = {id(model)}
         for name, unit in self._modules.items():
@@ -277,8 +286,16 @@ class UnitSchedule:
             for tensor in watched:
                 tensor.register_hook(comes)
 
-    def _gather_root(self, name: str, *_: Any) -> None:
-        self._units[ROOT].unshard()
+    def _gather_beside(self, name: str, *_: Any) -> None:
+        unit = self._units[name]
+        if unit.state is UnitState.WHOLE:
+            return
+        beside, self._beside = self._beside, unit
+        if beside is not None and beside.name not in self._inside:
+            beside.reshard()
+        unit.unshard()
+        if name == ROOT:
+            self._beside = None
 
     @contextmanager
     def calling(self, module: nn.Module, args: Any, kwargs: Any) -> Iterator[list[Any]]:
@@ -386,6 +403,14 @@ class UnitSchedule:
             unit = self._units[name]
             if unit.state is UnitState.SHARDED:
                 unit.start()
+
+
+def _walked_through(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the parts of a Sequential, and of Sequentials in it."""
+    if type(module).forward is nn.Sequential.forward:
+        for part in module.children():
+            yield part
+            yield from _walked_through(part)
 
 
 def _bases(outputs: Sequence[Tensor], args: Any) -> list[Tensor]:

@@ -169,7 +169,7 @@ class ShardedParameters:
         finally:
             self.shows_all = False
             for unit in shown:
-                unit.reshard()
+                unit.reshard(keeps_writes=True)
         if error is not None:
             raise error
         if raised_on:

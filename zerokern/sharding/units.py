@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..pretend import address
 from ..transport import Gather, Transport
 from . import transforms
+from .handles import ParamHandle
 from .parameters import ParameterBucket, storages_of
 from .placeholders import Placeholders
 
@@ -30,20 +31,27 @@ def unit_modules(model: nn.Module, is_unit: IsUnit | None) -> dict[str, nn.Modul
         is_unit: the user's choice; None: the children of every ModuleList. A module
             inside of a unit is no unit.
     """
-    return {ROOT: model, **dict(_units_in(model, ROOT, is_unit))}
+    in_list = isinstance(model, nn.ModuleList)
+    return {ROOT: model, **dict(_units_in(model, ROOT, is_unit, in_list))}
 
 
 def _units_in(
-    module: nn.Module, name: str, is_unit: IsUnit | None
+    module: nn.Module, name: str, is_unit: IsUnit | None, in_list: bool
 ) -> Iterator[tuple[str, nn.Module]]:
-    in_list = isinstance(module, nn.ModuleList)
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
         is_one = in_list if is_unit is None else is_unit(child)
-        if is_one and not isinstance(child, nn.ModuleList):
+        # What has no forward is only ever walked through.
+        if is_one and _has_forward(child):
             yield path, child
         else:
-            yield from _units_in(child, path, is_unit)
+            is_list = isinstance(child, nn.ModuleList)
+            is_list |= in_list and not _has_forward(child)
+            yield from _units_in(child, path, is_unit, is_list)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
 
 
 def unit_of_params(model: nn.Module, is_unit: IsUnit | None) -> dict[int, str]:
@@ -95,12 +103,25 @@ class UnitBucket:
         self.views: list[Tensor] = []
         """Each of them."""
         self.itself = weakref.ref(self)
+        self._versions: list[int] = []
+        """Torch's counts of writes to the parameters, when they were restored."""
 
     def restore(self, whole: Tensor, views: list[Tensor]) -> None:
         """Give the parameters their values."""
         self.whole = whole
         self.views = views
         self.placeholders.restore(views)
+        self._versions = [param._version for param in self.parameters.params]
+
+    def find_written(self) -> ParamHandle | None:
+        """Return a parameter that was written to since it was restored, or None."""
+        params = self.parameters.params
+        if [param._version for param in params] == self._versions:
+            return None
+        for index, param in enumerate(params):
+            if param._version != self._versions[index]:
+                return self.parameters.handles[index]
+        return None
 
     def substitute(self) -> None:
         """Make the parameters placeholders again, and let the memory go."""
@@ -195,12 +216,21 @@ class Unit:
             self._gathered[storage] = self.itself, bucket.itself
         self.state = UnitState.WHOLE
 
-    def reshard(self) -> None:
-        """Give the gathered memory back, unless somebody holds the unit."""
+    def reshard(self, *, keeps_writes: bool = False) -> None:
+        """Give the gathered memory back, unless somebody holds the unit.
+
+        Args:
+            keeps_writes: what was written to the parameters is in the shard.
+
+        Raises:
+            RuntimeError: a parameter was written to, which no shard would learn of;
+                names it. The memory is given back.
+        """
         if self.state is UnitState.SHARDED or self._holders:
             return
         if transforms.innermost() is not None:
             return
+        written = None if keeps_writes else self._find_written()
         gathering, self.state = self.state is UnitState.GATHERING, UnitState.SHARDED
         for bucket in self.buckets:
             if gathering:
@@ -209,6 +239,21 @@ class Unit:
             assert bucket.whole is not None
             del self._gathered[bucket.whole.untyped_storage()._cdata]
             bucket.substitute()
+        if written is not None:
+            raise RuntimeError(
+                f"parameter {written.name!r} was written to in a forward or backward of"
+                f" unit {self.title!r} (stage 3), where it is a copy that is thrown"
+                " away, as by nn.Embedding(max_norm=...); write to weights inside"
+                " optimizer.full_params(), on all ranks, or use stage 2"
+            )
+
+    def _find_written(self) -> ParamHandle | None:
+        if self.state is UnitState.WHOLE:
+            for bucket in self.buckets:
+                written = bucket.find_written()
+                if written is not None:
+                    return written
+        return None
 
     @contextmanager
     def held(self) -> Iterator[None]:
