@@ -190,7 +190,8 @@ def _table(entries: tuple[Entry, ...]) -> Tensor:
     for entry, count in zip(entries, tiles, strict=True):
         records += (*entry, first)
         first += count
-    tensor_of_tile = torch.repeat_interleave(
-        torch.arange(len(entries)), torch.tensor(tiles), output_size=first
-    )
-    return torch.cat((torch.tensor(records), tensor_of_tile))
+    # The user's default device may be another one.
+    numbers = torch.arange(len(entries), device="cpu")
+    times = torch.tensor(tiles, device="cpu")
+    tensor_of_tile = torch.repeat_interleave(numbers, times, output_size=first)
+    return torch.cat((torch.tensor(records, device="cpu"), tensor_of_tile))

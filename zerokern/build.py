@@ -238,7 +238,8 @@ def _agree(transport: Transport, lines: Sequence[str]) -> None:
     if transport.groups.alone:
         return
     fingerprint = bytearray(layout.fingerprint(lines))
-    words = torch.frombuffer(fingerprint, dtype=torch.int64).to(transport.device)
+    words = torch.frombuffer(fingerprint, dtype=torch.int64)
+    words = words.to(transport.device)
     gathered = transport.all_gather_words(words)
     if transport.groups.agrees.is_fake or torch.equal(
         gathered, gathered[:1].expand_as(gathered)

@@ -341,7 +341,8 @@ def seed_of(seed: int, index: int) -> int:
         index: position of the parameter in the optimizer's param groups, which no
             layout changes.
     """
-    word = torch.tensor((seed + index * codecs.GOLDEN + 2**63) % 2**64 - 2**63)
+    value = (seed + index * codecs.GOLDEN + 2**63) % 2**64 - 2**63
+    word = torch.tensor(value, device="cpu")
     return int(codecs.mix64(word))
 
 

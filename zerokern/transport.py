@@ -63,7 +63,7 @@ class Transport:
         if device.type == "cpu" and not pretend.LISTENERS:
             # glibc maps a block afresh, page fault by page fault, unless a larger one
             # was freed before; its limit is 32 MiB.
-            torch.empty(31 * 2**20, dtype=torch.uint8)
+            torch.empty(31 * 2**20, dtype=torch.uint8, device="cpu")
 
     # ------------------------------------------------------------ temporary memory
 

@@ -144,7 +144,7 @@ class Blueprint:
                 self.transport,
                 sums,
                 index=first_index + number,
-                wire=self.precision.wire or bucket.dtype,
+                wire=self.precision.wire or bucket.gradient_dtype,
                 reduced=self.precision.gradients,
                 resident=resident,
                 update_in_backward=in_backward,

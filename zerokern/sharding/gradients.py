@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import ops
 from ..transport import Reduce, Transport
-from .parameters import ParameterBucket
+from .parameters import ParameterBucket, gradient_dtype
 from .slots import HAS_LOCAL, HAS_REDUCED, OURS, GradientSlot, Seen, SlotState
 
 
@@ -92,7 +92,8 @@ class GradientBucket:
         # Of several ranks none has the gradient, and a part of it must not pass for
         # the whole.
         self._alone = transport.groups.alone and not update_in_backward
-        self._shows = self._alone and wire == parameters.dtype
+        dtypes = {gradient_dtype(param) for param in parameters.params}
+        self._shows = self._alone and dtypes == {wire}
         self._missing = len(self.slots)
         self._counted = False
         """Parameters that are not complete; whether a gradient came at all."""

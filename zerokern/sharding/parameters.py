@@ -3,6 +3,7 @@ and the optimizer state of that shard."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -14,6 +15,13 @@ from ..config import Precision
 from ..layout import Bucket, Piece
 from ..pretend import is_fake
 from .handles import ParamHandle
+
+
+def gradient_dtype(param: Tensor) -> torch.dtype:
+    """Return the dtype in which autograd accumulates a parameter's gradient: its own,
+    or what `param.grad_dtype` says (torch 2.10)."""
+    dtype: torch.dtype | None = getattr(param, "grad_dtype", None)
+    return param.dtype if dtype is None else dtype
 
 
 def dense_stride(param: Tensor) -> tuple[int, ...]:
@@ -86,9 +94,12 @@ class ParameterBucket:
         ]
         """Shape, strides and offset of each parameter in a flat buffer, as of
         `Tensor.as_strided`."""
-        device = self.params[0].device
-        self.dtype = self.params[0].dtype
-        flat = torch.zeros(layout.numel, dtype=self.dtype, device=device)
+        first = self.params[0]
+        self.dtype = first.dtype
+        dtypes = [gradient_dtype(param) for param in self.params]
+        self.gradient_dtype = functools.reduce(torch.promote_types, dtypes)
+        """In which autograd accumulates; the widest, if parameters differ."""
+        flat = torch.zeros(layout.numel, dtype=self.dtype, device=first.device)
         for param, view in zip(self.params, self.views_of(flat), strict=True):
             view.copy_(param.detach())
         part = flat[layout.shard(rank)]

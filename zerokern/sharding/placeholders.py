@@ -157,10 +157,10 @@ class ReducedGradient(_Reduced, Tensor):
     """
 
     @classmethod
-    def of(cls, param: Tensor, name: str) -> ReducedGradient:
-        """Return one for a parameter. Each has storage of its own, since views share a
-        version counter."""
-        value = torch.full((), math.nan, dtype=param.dtype, device=param.device)
+    def of(cls, param: Tensor, name: str, dtype: torch.dtype) -> ReducedGradient:
+        """Return one for a parameter, of the dtype of its gradient. Each has storage of
+        its own, since views share a version counter."""
+        value = torch.full((), math.nan, dtype=dtype, device=param.device)
         gradient: Any = value.expand(param.shape)
         gradient.__class__ = _ReducedFake if is_fake(gradient) else cls
         gradient.of_param = name

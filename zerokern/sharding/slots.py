@@ -9,6 +9,7 @@ import sys
 from torch import Tensor
 
 from .handles import ParamHandle
+from .parameters import gradient_dtype
 from .placeholders import ReducedGradient
 
 
@@ -56,7 +57,8 @@ class GradientSlot:
         self.handle = handle
         self.param = handle.param
         self.state = SlotState.EMPTY
-        self.placeholder = ReducedGradient.of(handle.param, handle.name)
+        dtype = gradient_dtype(handle.param)
+        self.placeholder = ReducedGradient.of(handle.param, handle.name, dtype)
         self.seen = Seen.GONE
         """The result of the last look at p.grad."""
         self.view: Tensor | None = None

@@ -126,13 +126,14 @@ class Updater:
     def regroup(self, handles: ParamHandles) -> None:
         """Follow parameters into other param groups."""
         trained = sorted((h for h in handles if h.column >= 0), key=lambda h: h.column)
-        self._group_of_column.copy_(torch.tensor(_groups_of(trained)))
+        numbers = torch.tensor(_groups_of(trained), device="cpu")
+        self._group_of_column.copy_(numbers)
 
     def _column_maps(self, handles: ParamHandles) -> list[ops.ColumnMap]:
         """Return each bucket's map. A parameter has at most one piece on a rank, so all
         share one `origin`."""
         device = self.table.device
-        origin = torch.zeros(handles.num_columns, dtype=torch.int64)
+        origin = torch.zeros(handles.num_columns, dtype=torch.int64, device="cpu")
         of_buckets = []
         for bucket in self.buckets:
             of_bucket = []
@@ -299,7 +300,8 @@ class Updater:
         return sent
 
     def _upload(self, name: str, values: Any, dtype: torch.dtype) -> Tensor:
-        host = torch.tensor(values, dtype=dtype)
+        # The user's default device may be another one.
+        host = torch.tensor(values, dtype=dtype, device="cpu")
         if not self.table.is_cuda:
             return host
         if not torch.cuda.is_current_stream_capturing():
