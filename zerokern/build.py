@@ -18,7 +18,7 @@ from .sharding.blueprint import Blueprint, Sharding
 from .sharding.coordinator import Coordinator
 from .sharding.handles import ParamHandles
 from .sharding.initial import Initial
-from .sharding.units import unit_of_params
+from .sharding.units import unit_modules, unit_of_params
 from .transport import Transport
 
 NOWHERE = (-1, -1)
@@ -59,6 +59,7 @@ def blueprint(
         assert model is not None
         params = _in_model_order(params, model)
         units = unit_of_params(model, buckets.units)
+        checks.check_hookable(unit_modules(model, buckets.units))
     specs = [_spec(p, names[id(p)], units) for p in params]
     if sharding.parameters:
         chosen = layout.by_unit(specs, groups.shards.size)

@@ -318,6 +318,22 @@ def check_edited(params: Sequence[Tensor], rule: UpdateRule, known: UpdateRule) 
         )
 
 
+def check_hookable(units: Mapping[str, nn.Module]) -> None:
+    """Refuse units that are compiled by TorchScript, whose forward runs no hook.
+
+    Raises:
+        ValueError: names the module.
+    """
+    for name, module in units.items():
+        # Traced ones run hooks.
+        if type(module).__name__ == "RecursiveScriptModule":
+            raise ValueError(
+                f"module {name or 'model'!r} is scripted (torch.jit.script), and runs no"
+                " hook that could gather its parameters (stage 3); pass the module that"
+                " was scripted, trace it, or use stage 2"
+            )
+
+
 def check_added(name: str, param: Tensor, device: torch.device) -> None:
     """Refuse a parameter that cannot be added to an optimizer that is built.
 

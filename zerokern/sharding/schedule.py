@@ -3,6 +3,7 @@ iteration is."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
@@ -217,7 +218,8 @@ class UnitSchedule:
                 inside |= {id(module) for module in unit.modules()}
         for module in model.modules():
             has_own = next(module.parameters(recurse=False), None) is not None
-            if has_own and id(module) not in inside:
+            is_hookable = not isinstance(module, torch.jit.ScriptModule)
+            if has_own and is_hookable and id(module) not in inside:
                 yield module
 
     def detach(self) -> None:
@@ -407,7 +409,8 @@ class UnitSchedule:
 
 def _walked_through(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the parts of a Sequential, and of Sequentials in it."""
-    if type(module).forward is nn.Sequential.forward:
+    forward = inspect.getattr_static(type(module), "forward", None)
+    if forward is nn.Sequential.forward:
         for part in module.children():
             yield part
             yield from _walked_through(part)

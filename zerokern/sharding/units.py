@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -51,7 +52,9 @@ def _units_in(
 
 
 def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
+    # Statically: the class of a scripted module does not tell.
+    forward = inspect.getattr_static(type(module), "forward", None)
+    return forward is not nn.Module.forward
 
 
 def unit_of_params(model: nn.Module, is_unit: IsUnit | None) -> dict[int, str]:
