@@ -303,7 +303,7 @@ def check_edited(params: Sequence[Tensor], rule: UpdateRule, known: UpdateRule) 
     """Refuse param groups that were edited into what no optimizer is built from.
 
     Raises:
-        ValueError: a parameter is in them twice, or they need states that there are not.
+        ValueError: a parameter is in them twice, or they need other states.
     """
     if len(set(map(id, params))) < len(params):
         raise ValueError(
@@ -328,9 +328,9 @@ def check_hookable(units: Mapping[str, nn.Module]) -> None:
         # Traced ones run hooks.
         if type(module).__name__ == "RecursiveScriptModule":
             raise ValueError(
-                f"module {name or 'model'!r} is scripted (torch.jit.script), and runs no"
-                " hook that could gather its parameters (stage 3); pass the module that"
-                " was scripted, trace it, or use stage 2"
+                f"module {name or 'model'!r} is scripted (torch.jit.script), and runs"
+                " no hook that could gather its parameters (stage 3); pass the module"
+                " that was scripted, trace it, or use stage 2"
             )
 
 
@@ -371,17 +371,17 @@ def check_units(
             )
 
 
-def refuse_copy() -> None:
-    """Refuse to copy or pickle an optimizer.
+def refuse_copy(*_: Any) -> None:
+    """Refuse to copy or pickle an optimizer, whose method this is.
 
     Raises:
         TypeError: always; says the remedy.
     """
     raise TypeError(
-        "a zerokern optimizer cannot be copied or pickled: it holds hooks, transfers and"
-        " one rank's shards. Copy or save the model inside optimizer.full_params() and"
-        " optimizer.full_state_dict(), build a new optimizer on the copy and load the"
-        " state there"
+        "a zerokern optimizer cannot be copied or pickled: it holds hooks, transfers"
+        " and one rank's shards. Copy or save the model inside optimizer.full_params()"
+        " and optimizer.full_state_dict(), build a new optimizer on the copy and load"
+        " the state there"
     )
 
 

@@ -2,15 +2,49 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
 import torch
 from torch import Tensor, nn
 
 from .comm_log import Call
 from .memory import Memory, bytes_of
 from .sharding.coordinator import Coordinator
-from .sharding.gradients import BucketState, GradientBucket
+from .sharding.gradient_states import BucketState
+from .sharding.gradients import GradientBucket
 from .sharding.handles import ParamHandle
 from .transport import Gather
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+
+class Observed(Protocol):
+    """An optimizer."""
+
+    def observation(self, *, collective: bool) -> Observation:
+        """Return what looks at it."""
+
+
+def observed(
+    method: Callable[Concatenate[Observation, P], Result], *, collective: bool = False
+) -> Callable[Concatenate[Any, P], Result]:
+    """Return a method of an optimizer that is one of its observation.
+
+    Args:
+        method: of `Observation`.
+        collective: all ranks must call it.
+    """
+
+    @functools.wraps(method)
+    @torch.no_grad()
+    def look(optimizer: Observed, /, *args: P.args, **options: P.kwargs) -> Result:
+        observation = optimizer.observation(collective=collective)
+        return method(observation, *args, **options)
+
+    return look
 
 
 class Observation:
@@ -20,7 +54,24 @@ class Observation:
         self._coordinator = coordinator
 
     def full_grad(self, param: nn.Parameter) -> Tensor | None:
-        """See `ShardedOptimizer.full_grad`."""
+        """Return a parameter's gradient, averaged over the ranks, as a new tensor. All
+        ranks must call it.
+
+        What is not reduced yet is reduced now; training goes on with the same result.
+        Before the step, since after it a gradient still stands for the next one, as in
+        torch, until it is zeroed.
+
+        Args:
+            param: one that this optimizer trains.
+
+        Returns:
+            fp32, in the parameter's shape, before clipping and with any loss scale in
+                it; None if no rank has used it.
+
+        Raises:
+            ValueError: the parameter is of another optimizer, or updates are made in
+                backward.
+        """
         found = self._find(param)
         if found is None:
             return None
@@ -34,7 +85,14 @@ class Observation:
         return gradient
 
     def local_grad(self, param: nn.Parameter) -> Tensor | None:
-        """See `ShardedOptimizer.local_grad`."""
+        """Return this rank's part of what `full_grad` returns, under the same
+        conditions. Nothing is gathered, but all ranks must call it.
+
+        Returns:
+            1-d view of the shard, perhaps empty, in the dtype of `Precision.gradients`:
+                the elements, in memory order, that `range` in `state_dict()` says. None
+                if no rank has used the parameter.
+        """
         found = self._find(param)
         if found is None:
             return None
@@ -61,26 +119,32 @@ class Observation:
                 return bucket, handle
         raise AssertionError("every trainable parameter has a bucket")
 
-    def metrics(self, loss_scale: float | Tensor | None) -> dict[str, float]:
-        """See `ShardedOptimizer.metrics`.
+    def metrics(self) -> dict[str, float]:
+        """Return what the last step was like, as plain numbers for a log. The host
+        waits for the device here.
 
-        Args:
-            loss_scale: what the last step divided the gradients by.
+        Returns:
+            step: steps so far. grad_norm: before clipping. clip_coefficient: what the
+                gradients were multiplied with. skipped_steps: so far. loss_scale: of
+                this step. bytes_sent: by this rank since the step before, all
+                collectives. wait_ms: spent waiting for collectives, by the host on a
+                CPU, by the stream on a GPU.
         """
         transport = self._coordinator.transport
         norm, coefficient, skipped = self._coordinator.updater.report.tolist()
+        scale = self._coordinator.loss_scale
         return {
             "step": transport.step,
             "grad_norm": norm,
             "clip_coefficient": coefficient,
             "skipped_steps": int(skipped),
-            "loss_scale": 1.0 if loss_scale is None else float(loss_scale),
+            "loss_scale": 1.0 if scale is None else float(scale),
             "bytes_sent": transport.sent_in_step,
             "wait_ms": transport.wait_ms_in_step(),
         }
 
     def memory(self) -> Memory:
-        """See `ShardedOptimizer.memory`."""
+        """Return the bytes of model state that this rank holds, by role."""
         coordinator = self._coordinator
         buckets = coordinator.buckets
         gradients = coordinator.gradients
@@ -104,8 +168,12 @@ class Observation:
             tables=bytes_of(coordinator.updater.tables()),
         )
 
-    def comm_log(self, *, clear: bool) -> tuple[Call, ...]:
-        """See `ShardedOptimizer.comm_log`."""
+    def comm_log(self, *, clear: bool = False) -> tuple[Call, ...]:
+        """Return this rank's collectives, oldest first; the last 65,536 of them.
+
+        Args:
+            clear: forget them afterwards.
+        """
         log = self._coordinator.transport.log
         calls = tuple(log)
         if clear:
@@ -113,11 +181,9 @@ class Observation:
         return calls
 
     def grad_norm(self) -> Tensor:
-        """Return the total gradient norm of the last step, before clipping: an fp64 0-d
-        tensor on the device."""
+        """Total gradient norm of the last step, before clipping: fp64, 0-d."""
         return self._coordinator.updater.report[0]
 
     def skipped_steps(self) -> Tensor:
-        """Return the steps skipped for non-finite gradients so far: an fp64 0-d tensor
-        on the device."""
+        """Steps skipped for non-finite gradients so far: fp64, 0-d."""
         return self._coordinator.updater.report[2]

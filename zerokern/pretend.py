@@ -22,7 +22,12 @@ class Listener(Protocol):
     def on_kernel(self, name: str, tensors: Sequence[Tensor]) -> None:
         """A kernel would read or write these."""
 
-    def on_launch(self, op: str, group: int, sent: int) -> int:
+    def on_launch(
+        self,
+        op: str,
+        group: int,
+        sent: int,
+    ) -> int:
         """A collective would start, in which this rank sends so many bytes. Return a
         number for it."""
 
@@ -67,7 +72,12 @@ def address(tensor: Tensor) -> tuple[int, int]:
 class Transfer:
     """A collective that is only announced; has `wait`, as torch.distributed.Work."""
 
-    def __init__(self, op: str, group: int, sent: int) -> None:
+    def __init__(
+        self,
+        op: str,
+        group: int,
+        sent: int,
+    ) -> None:
         self._numbers = [
             (listener, listener.on_launch(op, group, sent)) for listener in LISTENERS
         ]

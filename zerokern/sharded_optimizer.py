@@ -14,18 +14,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from . import build, checks, owners
-from .comm_log import Call
 from .config import Buckets, Precision
 from .eager import eager
 from .groups import Groups
-from .memory import Memory
-from .observation import Observation
+from .observation import Observation, observed
 from .options import signature_of
 from .rules import UpdateRule
 from .sharding.coordinator import Coordinator
 from .sharding.placeholders import without_placeholders
-from .shown_state import ShownState
 from .state import OptimizerState
+from .user_edits import UserEdits
 
 
 class _Parts(NamedTuple):
@@ -91,11 +89,10 @@ class ShardedOptimizer(Optimizer):
         self._parts = _Parts(coordinator, state, Observation(coordinator))
         self._is_built = True
         self._loss_scale: Tensor | None = None
-        self._last_scale: Tensor | None = None
-        """The divisor of the gradients in the coming step, and in the last one."""
+        """The divisor of the gradients in the coming step."""
         # From the first moment on: an empty state makes DCP take a step.
-        self._shown = ShownState()
-        self._shown.show(self.state, state.by_param())
+        self._edits = UserEdits(self.param_groups, coordinator.handles)
+        self._edits.show(self.state, state.by_param())
 
     def _live(self) -> _Parts:
         if self._parts is None:
@@ -108,6 +105,16 @@ class ShardedOptimizer(Optimizer):
     def coordinator(self) -> Coordinator:
         """The parts at work, for who looks behind the scenes, such as the planner."""
         return self._live().coordinator
+
+    def observation(self, *, collective: bool) -> Observation:
+        """Return what looks at the parts at work.
+
+        Args:
+            collective: all ranks look, so edits of the param groups can be followed.
+        """
+        if collective:
+            self._follow_edits()
+        return self._live().observation
 
     def let_go(self) -> None:
         """Leave the parameters whole, for a newer optimizer. All ranks must call it."""
@@ -129,25 +136,24 @@ class ShardedOptimizer(Optimizer):
         super().add_param_group(group)
         try:
             checks.check_hyper(self.param_groups[-1])
-            self._follow_groups()
+            self._follow_edits()
         except Exception:
             self.param_groups[:] = before
             raise
 
-    @torch.no_grad()
-    def _follow_groups(self) -> Coordinator:
-        """Follow what was done to the param groups and to the state, and what was
-        thawed. Return the coordinator."""
-        parts = self._live()
-        coordinator = parts.coordinator
-        if not coordinator.is_current(self.param_groups):
-            with torch.no_grad():
-                build.follow(
-                    coordinator, self.param_groups, self._rule(self.param_groups)
-                )
-            self._shown.show(self.state, parts.state.by_param())
-        elif not self._shown.is_untouched(self.state):
-            self._shown.adopt(self.state, parts.state.reset)
+    def _follow_edits(self) -> Coordinator:
+        """Follow what was done to param groups and state, and what was thawed. Return
+        the coordinator."""
+        coordinator, state, _ = self._parts or self._live()
+        groups, edits = self.param_groups, self._edits
+        if coordinator.groups is groups and edits.are_none(groups, self.state):
+            return coordinator
+        with torch.no_grad():
+            edits.adopt(self.state, state.reset)
+            if coordinator.groups is not groups or not edits.has_members(groups):
+                build.follow(coordinator, groups, self._rule(groups))
+                edits.note_groups(groups, coordinator.handles)
+                edits.show(self.state, state.by_param())
         return coordinator
 
     @eager
@@ -179,27 +185,15 @@ class ShardedOptimizer(Optimizer):
             checks.check_loss(loss)
         if loss_scale is not None:
             coordinator.refuse_in_backward("a loss scale")
-        coordinator.transport.groups.check_current()
-        self._follow_groups()
+        self._follow_edits()
         coordinator.synchronize()
         coordinator.step(self.max_grad_norm, loss_scale)
         if state.is_consolidated:
             state.forget()
-        self._last_scale = loss_scale
         self._loss_scale = None
         return loss
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Refuse to be copied.
-
-        Raises:
-            TypeError: always; says the remedy.
-        """
-        checks.refuse_copy()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be pickled. Raises TypeError, as `__deepcopy__`."""
-        checks.refuse_copy()
+    __deepcopy__ = __reduce_ex__ = checks.refuse_copy  # type: ignore[assignment]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. `model.zero_grad()` does the same."""
@@ -230,6 +224,7 @@ class ShardedOptimizer(Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
+        self._follow_edits()
         self._live().state.load_into(self.param_groups, state_dict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -240,10 +235,10 @@ class ShardedOptimizer(Optimizer):
         Args:
             to: the rank that gets it; the others get {}. None: every rank.
         """
-        parts = self._live()
+        coordinator = self._follow_edits()
         with torch.no_grad():
-            gathered = parts.state.gather(to)
-        if to is not None and to != parts.coordinator.transport.groups.shards.rank:
+            gathered = self._live().state.gather(to)
+        if to is not None and to != coordinator.transport.groups.shards.rank:
             return {}
         packed = super().state_dict()
         packed["state"] = gathered
@@ -267,12 +262,12 @@ class ShardedOptimizer(Optimizer):
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        """Clip the total gradient norm, as `torch.nn.utils.clip_grad_norm_` does. Call
-        it after the last backward, on all ranks.
+        """Clip the total gradient norm, as `torch.nn.utils.clip_grad_norm_` does. All
+        ranks must call it.
 
-        The coefficient min(1, max_norm / (norm + 1e-6)) is applied inside the update;
-        at once in a world of one, before a further backward, and for other norms than
-        2. Of several bounds, `max_grad_norm` among them, the tightest holds.
+        The coefficient is applied inside the update; at once in a world of one, before
+        a further backward, and for other norms than 2. Of several bounds,
+        `max_grad_norm` among them, the tightest holds.
 
         Args:
             max_norm: largest norm.
@@ -297,14 +292,10 @@ class ShardedOptimizer(Optimizer):
     @torch.no_grad()
     def clip_grad_value_(self, clip_value: float, foreach: bool | None = None) -> None:
         """Clamp every element of the averaged gradients to [-clip_value, clip_value],
-        as `torch.nn.utils.clip_grad_value_` does. Call it after the last backward, on
-        all ranks; it is a pass over this rank's shard.
-
-        Raises:
-            ValueError: the bound is negative.
-        """
+        as `torch.nn.utils.clip_grad_value_` does: a pass over this rank's shard. All
+        ranks must call it; a negative bound is a ValueError."""
         checks.check_bound("clip_value", clip_value)
-        coordinator = self._follow_groups()
+        coordinator = self._follow_edits()
         coordinator.refuse_in_backward("clip_grad_value_")
         coordinator.clip_value(clip_value, self._loss_scale)
 
@@ -317,7 +308,7 @@ class ShardedOptimizer(Optimizer):
         ranks, and clip nothing. All ranks must call it. Arguments and errors are those
         of `clip_grad_norm_`."""
         checks.check_norm_type(norm_type)
-        coordinator = self._follow_groups()
+        coordinator = self._follow_edits()
         coordinator.refuse_in_backward("clip_grad_norm_")
         norm = coordinator.total_norm(float(norm_type), self._loss_scale)
         if error_if_nonfinite:
@@ -332,13 +323,13 @@ class ShardedOptimizer(Optimizer):
         Nothing is multiplied here: the factor is applied inside the update.
 
         Args:
-            loss_scale: fp32, one element, on the device; not read by the host.
+            loss_scale: fp32, one element; not read by the host.
 
         Returns:
             1.0 if a gradient on any rank is not finite, else 0.0: fp32 [1] on the
                 device, the same everywhere.
         """
-        coordinator = self._follow_groups()
+        coordinator = self._follow_edits()
         coordinator.refuse_in_backward("a loss scale")
         with torch.no_grad():
             coordinator.synchronize()
@@ -349,39 +340,13 @@ class ShardedOptimizer(Optimizer):
         """Return a context in which backward accumulates locally and sends nothing."""
         return self.coordinator.reducer.no_sync()
 
-    def full_grad(self, param: nn.Parameter) -> Tensor | None:
-        """Return a parameter's gradient, averaged over the ranks, as a new tensor. All
-        ranks must call it.
-
-        What is not reduced yet is reduced now; training goes on with the same result.
-        Before the step, since after it a gradient still stands for the next one, as in
-        torch, until it is zeroed.
-
-        Args:
-            param: one that this optimizer trains.
-
-        Returns:
-            fp32, in the parameter's shape, before clipping and with any loss scale in
-                it; None if no rank has used it.
-
-        Raises:
-            ValueError: the parameter is of another optimizer, or updates are made in
-                backward.
-        """
-        with torch.no_grad():
-            return self._live().observation.full_grad(param)
-
-    def local_grad(self, param: nn.Parameter) -> Tensor | None:
-        """Return this rank's part of what `full_grad` returns, under the same
-        conditions. Nothing is gathered, but all ranks must call it.
-
-        Returns:
-            1-d view of the shard, perhaps empty, in the dtype of `Precision.gradients`:
-                the elements, in memory order, that `range` in `state_dict()` says. None
-                if no rank has used the parameter.
-        """
-        with torch.no_grad():
-            return self._live().observation.local_grad(param)
+    full_grad = observed(Observation.full_grad, collective=True)
+    local_grad = observed(Observation.local_grad, collective=True)
+    metrics = observed(Observation.metrics)
+    memory = observed(Observation.memory)
+    comm_log = observed(Observation.comm_log)
+    grad_norm = property(observed(Observation.grad_norm))
+    skipped_steps = property(observed(Observation.skipped_steps))
 
     @contextmanager
     def full_params(self) -> Iterator[None]:
@@ -413,10 +378,7 @@ class ShardedOptimizer(Optimizer):
 
     def register_forward_method(self, module: nn.Module, name: str) -> None:
         """Let a method other than forward, such as `encode`, use a module's parameters
-        in stage 3.
-
-        It is wrapped on this module object; in stages 1 and 2 nothing needs to be done
-        and nothing is.
+        in stage 3: it is wrapped on this module object.
 
         Args:
             module: the model, or a module in it.
@@ -426,41 +388,6 @@ class ShardedOptimizer(Optimizer):
             ValueError: there is no such method.
         """
         self.coordinator.register_forward_method(module, name)
-
-    def metrics(self) -> dict[str, float]:
-        """Return what the last step was like, as plain numbers for a log. The host
-        waits for the device here.
-
-        Returns:
-            step: steps so far. grad_norm: before clipping. clip_coefficient: what the
-                gradients were multiplied with. skipped_steps: so far. loss_scale: of
-                this step. bytes_sent: by this rank since the step before, all
-                collectives. wait_ms: spent waiting for collectives, by the host on a
-                CPU, by the stream on a GPU.
-        """
-        return self._live().observation.metrics(self._last_scale)
-
-    def memory(self) -> Memory:
-        """Return the bytes of model state that this rank holds, by role."""
-        return self._live().observation.memory()
-
-    def comm_log(self, *, clear: bool = False) -> tuple[Call, ...]:
-        """Return this rank's collectives, oldest first; the last 65,536 of them.
-
-        Args:
-            clear: forget them afterwards.
-        """
-        return self._live().observation.comm_log(clear=clear)
-
-    @property
-    def grad_norm(self) -> Tensor:
-        """Total gradient norm of the last step, before clipping: fp64, 0-d."""
-        return self._live().observation.grad_norm()
-
-    @property
-    def skipped_steps(self) -> Tensor:
-        """Steps skipped for non-finite gradients so far: fp64, 0-d."""
-        return self._live().observation.skipped_steps()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -24,7 +24,7 @@ LAYERS = (
     ("transport", "rules"),
     ("sharding",),
     ("checks", "options", "owners"),
-    ("build", "state", "observation"),
+    ("build", "state", "observation", "user_edits"),
     ("sharded_optimizer",),
     ("optimizer", "amp"),
     ("__init__", "checkpoint", "plan", "integrations"),

@@ -60,13 +60,13 @@ def whole(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 
 def state_of(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """Return copies of the whole state, as "parameter/name"."""
-    state = (
-        optimizer.full_state_dict()
-        if hasattr(optimizer, "full_state_dict")
-        else optimizer.state_dict()
-    )["state"]
     name_of = {id(p): name for name, p in model.named_parameters()}
     params = [p for group in optimizer.param_groups for p in group["params"]]
+    if hasattr(optimizer, "full_state_dict"):
+        state = optimizer.full_state_dict()["state"]
+    else:
+        # Torch's state_dict() fails over parameters that were taken out of a group.
+        state = {i: optimizer.state.get(p, {}) for i, p in enumerate(params)}
     return {
         f"{name_of[id(params[index])]}/{key}": value.clone()
         for index, entry in state.items()
@@ -206,7 +206,12 @@ class Run:
         """Form the gradients of the mean loss over the ranks."""
         for r in self.each():
             value = self.loss(step, r, **forward) if loss is None else loss(r)
-            (value / self.ranks if self.torch else value).backward()
+            self.part(value).backward()
+
+    def part(self, loss: Tensor) -> Tensor:
+        """Return what the loss of one rank adds to the mean, for a loop that calls
+        backward itself."""
+        return loss / self.ranks if self.torch else loss
 
     def set_gradient(self, name: str, of_rank: Callable[[int], Tensor]) -> None:
         """Assign p.grad by hand, each rank its own."""
@@ -224,14 +229,29 @@ class Run:
         self.optimizer.step()
         self.note_buffers()
 
-    def clip(self, max_norm: float) -> None:
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> None:
         """Clip by a call, and note the norm."""
-        clip = nn.utils.clip_grad_norm_ if self.torch else None
-        norm = (
-            clip(self.model.parameters(), max_norm)
-            if clip
-            else self.optimizer.clip_grad_norm_(max_norm)
-        )
+        if self.torch:
+            params = self.model.parameters()
+            norm = nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+        else:
+            norm = self.optimizer.clip_grad_norm_(max_norm, norm_type)
+        self.seen.append(norm.detach().clone())
+
+    def clip_value(self, limit: float) -> None:
+        """Clamp every element by a call."""
+        if self.torch:
+            nn.utils.clip_grad_value_(self.model.parameters(), limit)
+        else:
+            self.optimizer.clip_grad_value_(limit)
+
+    def note_norm(self, norm_type: float = 2.0) -> None:
+        """Note the total norm of the gradients, and clip nothing."""
+        if self.torch:
+            grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+            norm = nn.utils.get_total_norm(grads, norm_type)
+        else:
+            norm = self.optimizer.get_total_norm(norm_type)
         self.seen.append(norm.detach().clone())
 
     def evaluate(self, step: int) -> None:

@@ -54,7 +54,13 @@ class Text:
         """Bytes of a window that are predicted."""
         return self.window - 1
 
-    def batch(self, step: int, *, size: int, seed: int) -> Tensor:
+    def batch(
+        self,
+        step: int,
+        *,
+        size: int,
+        seed: int,
+    ) -> Tensor:
         """Return the global batch of a step, int64 [size, window]: random windows, the
         same on every rank."""
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)

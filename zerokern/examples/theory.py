@@ -69,7 +69,13 @@ def state_bytes(
     )
 
 
-def sent_bytes(numel: int, *, world: int, stage: int, itemsize: int) -> float:
+def sent_bytes(
+    numel: int,
+    *,
+    world: int,
+    stage: int,
+    itemsize: int,
+) -> float:
     """Return the bytes that a rank sends per step: 2P elements in stages 1 and 2, 3P in
     stage 3, times (W - 1)/W.
 

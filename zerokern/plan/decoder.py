@@ -61,7 +61,12 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Embedding, blocks, head; the head is the embedding's weight."""
 
-    def __init__(self, layers: int, width: int, vocabulary: int = VOCABULARY) -> None:
+    def __init__(
+        self,
+        layers: int,
+        width: int,
+        vocabulary: int = VOCABULARY,
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(layers))

@@ -186,7 +186,12 @@ def check_size(model: nn.Module, world: int) -> int:
     return params
 
 
-def _step(model: nn.Module, loss: Loss, optimizer: AdamW, setting: Setting) -> None:
+def _step(
+    model: nn.Module,
+    loss: Loss,
+    optimizer: AdamW,
+    setting: Setting,
+) -> None:
     optimizer.zero_grad()
     for micro_batch in range(setting.accumulate):
         last = micro_batch == setting.accumulate - 1

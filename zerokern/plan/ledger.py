@@ -173,7 +173,12 @@ class Ledger(TorchDispatchMode):
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         self._modules.append(type(module).__name__)
 
-    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave_module(
+        self,
+        module: nn.Module,
+        args: Any,
+        output: Any,
+    ) -> None:
         self._modules.pop()
 
 

@@ -207,7 +207,12 @@ class Rehearsal:
         work = self.trace.work(self.ledger.phase)
         work.add(bytes=sum(tensor.nbytes for tensor in tensors))
 
-    def on_launch(self, op: str, group: int, sent: int) -> int:
+    def on_launch(
+        self,
+        op: str,
+        group: int,
+        sent: int,
+    ) -> int:
         """Record the start of a collective."""
         self._launched += 1
         self.trace.events.append(Launch(self._launched, op, group, sent))

@@ -194,7 +194,12 @@ def worlds(largest: int) -> list[int]:
     return [*counts, largest]
 
 
-def plot(forecasts: Sequence[Forecast], room: int, path: Path, per: str) -> None:
+def plot(
+    forecasts: Sequence[Forecast],
+    room: int,
+    path: Path,
+    per: str,
+) -> None:
     """Draw throughput against ranks for each strategy, and the bytes at the peak.
 
     Raises:

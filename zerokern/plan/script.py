@@ -116,7 +116,12 @@ class _Steps:
         self._rehearsal = rehearsal
         self._wanted = wanted
 
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def __call__(
+        self,
+        optimizer: Optimizer,
+        args: Any,
+        kwargs: Any,
+    ) -> None:
         if all(optimizer is not known for known in self.optimizers):
             self.optimizers.append(optimizer)
         self.done += optimizer is self.optimizers[0]

@@ -35,7 +35,13 @@ class Workload:
     """The unit of `tokens`."""
 
 
-def find(model: str, *, batch: int, sequence: int, dtype: torch.dtype) -> Workload:
+def find(
+    model: str,
+    *,
+    batch: int,
+    sequence: int,
+    dtype: torch.dtype,
+) -> Workload:
     """Return the workload that a word of the command line names.
 
     Args:
@@ -148,7 +154,12 @@ def _lazy(param: str, path: str) -> ValueError:
     )
 
 
-def _of_config(path: Path, batch: int, sequence: int, dtype: torch.dtype) -> Workload:
+def _of_config(
+    path: Path,
+    batch: int,
+    sequence: int,
+    dtype: torch.dtype,
+) -> Workload:
     try:
         import transformers
     except ImportError:

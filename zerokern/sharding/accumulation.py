@@ -33,14 +33,6 @@ def node_of(param: Tensor) -> Node:
     return accumulates
 
 
-def runs(node: Node) -> bool:
-    """Return, inside of a backward pass, whether it comes to this node."""
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # a leaf of autograd.grad: its gradient is returned instead
-        return False
-
-
 def run_pass(
     function: Callable[..., Any],
     args: Sequence[Any],

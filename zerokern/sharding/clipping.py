@@ -45,6 +45,8 @@ class Clipping:
     """The clipping of one step's gradients, on one rank."""
 
     def __init__(self, buckets: Sequence[GradientBucket], transport: Transport) -> None:
+        self.is_used = False
+        """Anything was clipped in this step."""
         self.bound: Bound | None = None
         """Largest total norm that the coming update has to keep; None: any."""
         self.norm: Tensor | None = None
@@ -67,6 +69,7 @@ class Clipping:
             norm: fp64, 0-d, of the reduced gradients.
             max_norm: applies beside earlier ones.
         """
+        self.is_used = True
         self.bound = tighter(self.bound, max_norm)
         assert self.bound is not None
         self._factor = coefficient(norm, self.bound)
@@ -78,11 +81,6 @@ class Clipping:
         factor, self._factor, self.bound = self._factor, None, None
         if factor is None:
             return
-        if self._transport.announcements.are_heard:
-            raise RuntimeError(
-                "inside join(), clip_grad_norm_ has to come after the last backward of"
-                " a step: ranks that have run out of batches do not know its bound"
-            )
         self.scale(factor)
         if self.norm is None:
             self.norm = norm
@@ -91,16 +89,27 @@ class Clipping:
 
     def scale(self, factor: Tensor) -> None:
         """Multiply the reduced gradients."""
+        self._refuse_in_join()
         for bucket in self._buckets:
             bucket.change(lambda gradient: gradient.mul_(factor))
 
     def clamp(self, limit: Bound) -> None:
         """Clamp each element of the reduced gradients to [-limit, limit]."""
+        self._refuse_in_join()
         for bucket in self._buckets:
             bucket.change(lambda gradient: gradient.clamp_(-limit, limit))  # type: ignore[arg-type]
 
+    def _refuse_in_join(self) -> None:
+        if self._transport.announcements.are_heard:
+            raise RuntimeError(
+                "inside join(), gradients can be clipped by clip_grad_norm_ with"
+                " norm_type=2 only, after the last backward of a step: ranks that have"
+                " run out of batches would not clip theirs"
+            )
+
     def forget(self) -> None:
         """The gradients are gone."""
+        self.is_used = False
         self.bound = self._factor = self.norm = self.multiplied = None
 
     def total(self, norm_type: float) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,15 +13,14 @@ from ..layout import Layout
 from .blueprint import Blueprint
 from .clipping import Bound, Clipping, coefficient, tighter
 from .forward_methods import ForwardMethods
+from .gradient_states import HAS_REDUCED
 from .gradients import GradientBucket
 from .handles import ParamHandles
 from .initial import make_buffers_equal
 from .join import Join
-from .membership import Membership
 from .reducer import Reducer
 from .schedule import UnitSchedule
 from .sharded import ShardedParameters
-from .slots import HAS_REDUCED
 from .units import ROOT, unit_modules
 from .updater import Updater
 
@@ -48,7 +47,6 @@ class Coordinator:
         self.transport = transport
         self.sharding = blueprint.sharding
         self.groups = groups
-        self._membership = Membership(groups, self.handles)
         self.updates_in_backward = options.update_in_backward
         modules: dict[str, nn.Module] = {}
         if blueprint.model is not None:
@@ -74,15 +72,7 @@ class Coordinator:
         """Of the trainable buckets, in launch order."""
         self._schedule: UnitSchedule | None = None
         self._methods: ForwardMethods | None = None
-        if isinstance(self.parameters, ShardedParameters):
-            self._schedule = UnitSchedule(
-                self.parameters, modules, self.gradients, overlap=options.overlap
-            )
-            self._methods = ForwardMethods(self._schedule)
-            self.parameters.hook(modules[ROOT])
-        elif options.gather_in_forward:
-            units = [module for name, module in modules.items() if name != ROOT]
-            self.parameters.hook(units, self.handles)
+        self._hook(modules)
         self.clipping = Clipping(self.gradients, transport)
         self.reducer = Reducer(
             self.gradients,
@@ -95,6 +85,9 @@ class Coordinator:
         )
         if self._schedule is not None:
             self._schedule.begin(self.reducer)
+        self.loss_scale: Tensor | None = None
+        """What the gradients of the last step were divided by."""
+        self._has_no_group = transport.groups.agrees.process_group is None
         self._idle: set[int] = set()
         """Parameters that were taken out of their groups: they keep their values."""
         self._joined: Join | None = None
@@ -102,11 +95,23 @@ class Coordinator:
         self._synchronized: list[int] = []
         """Generations of the gradients whose norm was gathered."""
 
-    # ---------------------------------------------------------------- param groups
+    def _hook(self, modules: Mapping[str, nn.Module]) -> None:
+        """Gather parameters around the forwards that use them."""
+        options = self.blueprint.buckets
+        if isinstance(self.parameters, ShardedParameters):
+            self._schedule = UnitSchedule(
+                self.parameters,
+                modules,
+                self.gradients,
+                overlap=options.overlap,
+            )
+            self._methods = ForwardMethods(self._schedule)
+            self.parameters.hook(modules[ROOT])
+        elif options.gather_in_forward:
+            units = [module for name, module in modules.items() if name != ROOT]
+            self.parameters.hook(units, self.handles)
 
-    def is_current(self, groups: Sequence[MutableMapping[str, Any]]) -> bool:
-        """Return whether param groups are as they were, and nothing was thawed."""
-        return self.groups is groups and self._membership.is_current(groups)
+    # ---------------------------------------------------------------- param groups
 
     def follow(
         self,
@@ -124,7 +129,6 @@ class Coordinator:
         """
         old = self.layout.buckets
         self.layout, self.handles, self.groups = layout, handles, groups
-        self._membership = Membership(groups, handles)
         self._idle = {handle.index for handle in handles if handle.group < 0}
         if layout.buckets == old:
             self.updater.regroup(handles)
@@ -176,6 +180,8 @@ class Coordinator:
     def synchronize(self) -> bool:
         """Have all gradients reduced and the small vector exchanged. Return False if
         that was so already."""
+        if self._has_no_group:
+            self.transport.groups.check_current()
         self.parameters.prepare_step()
         with torch.autograd.profiler.record_function("zerokern::synchronize gradients"):
             self.reducer.synchronize()
@@ -254,7 +260,9 @@ class Coordinator:
             max_norm: clip to this total norm.
             loss_scale: what the gradients were multiplied with.
         """
-        max_norm = tighter(max_norm, self.clipping.bound)
+        clipping = self.clipping
+        if clipping.is_used:
+            max_norm = tighter(max_norm, clipping.bound)
         if self._joined is not None:
             self.transport.announcements.announce("step")
             max_norm, loss_scale = self._joined.agree(max_norm, loss_scale)
@@ -262,13 +270,15 @@ class Coordinator:
             self.updater.report_norm()
         else:
             adds_decay = self.updater.form_table(self.groups, max_norm, loss_scale)
-            self.updater.amend_report(self.clipping.norm, self.clipping.multiplied)
+            if clipping.is_used:
+                self.updater.amend_report(clipping.norm, clipping.multiplied)
             for bucket in reversed(self.gradients):
                 self.updater.update(bucket.index, bucket.shard, l2=adds_decay)
                 self.parameters.updated(bucket.parameters, in_backward=False)
         self.parameters.end_step()
         self.reducer.end_step()
         self.transport.end_step()
+        self.loss_scale = loss_scale
 
     # --------------------------------------------------------------- what users ask for
 

@@ -25,7 +25,12 @@ class ForwardMethods:
         with suppress(Exception):  # the interpreter may be on its way out
             self.remove()
 
-    def add(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
+    def add(
+        self,
+        module: nn.Module,
+        name: str,
+        method: Callable[..., Any],
+    ) -> None:
         """Wrap a method, on this module object."""
         self._wrapped.append(_Wrapped(self._schedule, module, name, method))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
 
 import torch
@@ -10,28 +9,9 @@ from torch import Tensor
 
 from .. import ops
 from ..transport import Reduce, Transport
+from .gradient_states import HAS_LOCAL, HAS_REDUCED, OURS, BucketState, Seen, SlotState
 from .parameters import ParameterBucket, gradient_dtype
-from .slots import HAS_LOCAL, HAS_REDUCED, OURS, GradientSlot, Seen, SlotState
-
-
-class BucketState(enum.Enum):
-    """Where a bucket's gradients are.
-
-    LOCAL -> REDUCING -> REDUCED, and back to LOCAL when the next gradient comes. From
-    REDUCED to ZEROED when all are zeroed, to UPDATED when they were used in backward.
-    """
-
-    LOCAL = enum.auto()
-    """This rank's gradients accumulate in `local`."""
-    REDUCING = enum.auto()
-    """`local` is being exchanged; nobody touches it."""
-    REDUCED = enum.auto()
-    """`shard` has the mean over the ranks; `local` is gone, or stale where resident."""
-    ZEROED = enum.auto()
-    """REDUCED, and zeroed since: `shard` has what nobody wants."""
-    UPDATED = enum.auto()
-    """update_in_backward: the update was made, `shard` is gone. No gradient may come
-    before the step ends."""
+from .slots import GradientSlot
 
 
 class GradientBucket:
@@ -54,8 +34,7 @@ class GradientBucket:
         Args:
             parameters: whose gradients these are.
             transport: the optimizer's.
-            partials: fp64, the sums of squares of this bucket's shard. Written by every
-                reduction.
+            partials: fp64, gets the sums of squares of this bucket's shard.
             index: among the trainable buckets.
             wire, reduced: dtypes of `local` and of `shard`.
             resident: `local` lives forever; if the dtypes are one, the shard is this
@@ -83,20 +62,17 @@ class GradientBucket:
         self.accumulated: Tensor | None = None
         """[S], a reduced gradient that nobody zeroed: the next reduction adds to it."""
         self.packs_at_once = transport.device.type == "cuda"
-        """One launch packs the whole bucket. On a CPU each gradient is packed while it
-        is in the cache."""
+        """In one launch. On a CPU each is packed while it is in the cache."""
         self._transport = transport
         self._partials = partials
         self._wire = wire
         self._reduced = reduced
-        # Of several ranks none has the gradient, and a part of it must not pass for
-        # the whole.
+        # Of several ranks none has the gradient, and a part must not pass for it.
         self._alone = transport.groups.alone and not update_in_backward
         dtypes = {gradient_dtype(param) for param in parameters.params}
         self._shows = self._alone and dtypes == {wire}
-        self._missing = len(self.slots)
-        self._counted = False
-        """Parameters that are not complete; whether a gradient came at all."""
+        self._missing = len(self.slots)  # parameters that are not complete
+        self._counted = False  # whether a gradient came at all
         self._waiting: list[GradientSlot] = []
         """Those whose gradients are still to be packed."""
         self._alone_generation = -1
@@ -136,7 +112,9 @@ class GradientBucket:
         grad = slot.param.grad
         waiting = None
         if grad is None or slot.is_undefined:
-            self._count(slot)
+            self._counted = True
+            self._missing -= slot.pass_by()
+            self.is_complete = self._missing == 0
             return
         if self.local is None:
             self._open()
@@ -150,15 +128,10 @@ class GradientBucket:
                 self._waiting.append(slot)
             else:
                 view.copy_(grad)
-        slot.arrive(waiting, show=self._shows)
-        self._count(slot)
-        self.generation += 1
-
-    def _count(self, slot: GradientSlot) -> None:
-        """Autograd has come by a parameter, with a gradient or without one."""
         self._counted = True
-        self._missing -= slot.count()
+        self._missing -= slot.arrive(waiting, show=self._shows)
         self.is_complete = self._missing == 0
+        self.generation += 1
 
     def set_ready(self, ready: bool) -> None:
         """Say whether the bucket may be launched before backward ends."""
@@ -225,12 +198,8 @@ class GradientBucket:
         self.state = BucketState.LOCAL
 
     def launch(self, *, is_final: bool) -> None:
-        """LOCAL: start the reduction. Parameters without a gradient contribute zeros,
-        so no rank waits for another.
-
-        Args:
-            is_final: the update follows.
-        """
+        """LOCAL: start the reduction, which an update follows if it `is_final`.
+        Parameters without a gradient contribute zeros, so no rank waits for another."""
         if self._waiting:
             self.pack()
         local = self._open() if self.local is None else self.local
@@ -358,9 +327,9 @@ class GradientBucket:
 
     def drop_accumulated(self) -> None:
         """Forget what was to be added to."""
-        if self.accumulated is not None and self.updates_in_backward:
-            self._transport.give(self.accumulated)
-        self.accumulated = None
+        forgotten, self.accumulated = self.accumulated, None
+        if forgotten is not None and self.updates_in_backward:
+            self._transport.give(forgotten)
 
     # --------------------------------------------------------------- update_in_backward
 
@@ -398,8 +367,8 @@ class GradientBucket:
     # ---------------------------------------------------------------- memory
 
     def _leave_to_holders(self) -> None:
-        """World of one: p.grad was dropped. Where somebody has kept it, what was kept
-        has to stay as it is, so new gradients get new memory."""
+        """World of one: p.grad was dropped. What somebody has kept of it stays as it
+        is: new gradients get new memory."""
         held = self._count_references() > self._references
         if not held and not any(slot.is_held() for slot in self.slots):
             return

@@ -4,12 +4,13 @@ optimizer alive, and none follows a module into its copies."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from ..eager import eager
@@ -137,9 +138,9 @@ class BackwardPasses:
         # Told that the engine has dropped a pass: the callback died before it ran.
         self._on_death = weakref.WeakMethod(self._died)
 
-    def enter(self) -> None:
+    def enter(self, nodes: Sequence[Node]) -> bool:
         """Notice, from inside of a hook, which pass is under way, to be told of its
-        end."""
+        end. Return whether it comes to any of these nodes."""
         task = torch._C._current_graph_task_id()
         found = failed = False
         for known in self._passes:
@@ -163,6 +164,14 @@ class BackwardPasses:
             self.running = True
             self._passes.append(weakref.ref(end, died))
             torch.autograd.Variable._execution_engine.queue_callback(end)
+        runs = torch._C._will_engine_execute_node
+        for node in nodes:
+            try:
+                if runs(node):
+                    return True
+            except RuntimeError:
+                pass  # a leaf of autograd.grad: its gradient is returned instead
+        return False
 
     def forget(self) -> None:
         """Take all passes for ended."""

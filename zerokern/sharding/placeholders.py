@@ -157,7 +157,12 @@ class ReducedGradient(_Reduced, Tensor):
     """
 
     @classmethod
-    def of(cls, param: Tensor, name: str, dtype: torch.dtype) -> ReducedGradient:
+    def of(
+        cls,
+        param: Tensor,
+        name: str,
+        dtype: torch.dtype,
+    ) -> ReducedGradient:
         """Return one for a parameter, of the dtype of its gradient. Each has storage of
         its own, since views share a version counter."""
         value = torch.full((), math.nan, dtype=dtype, device=param.device)
@@ -237,13 +242,11 @@ PRESENT = {placeholder: present for present, placeholder in PLACEHOLDER.items()}
 
 
 def _placeholder_of(kind: type) -> type:
-    """Return the class that stands for a class of parameters, users' own among them."""
-    found = PLACEHOLDER.get(kind)
-    if found is None:
-        found = type(f"Placeholder{kind.__name__}", (_Placeholder, kind), {})
-        PLACEHOLDER[kind] = found
-        PRESENT[found] = kind
-    return found
+    """Make the class that stands for a user's class of parameters."""
+    made = type(f"Placeholder{kind.__name__}", (_Placeholder, kind), {})
+    PLACEHOLDER[kind] = made
+    PRESENT[made] = kind
+    return made
 
 
 def _provide(param: Any, reader: str) -> None:
@@ -283,7 +286,7 @@ class Placeholders:
             if kind not in PRESENT:
                 param.data = nothing
                 if isinstance(param, nn.Parameter) or kind in PLACEHOLDER:
-                    param.__class__ = _placeholder_of(kind)
+                    param.__class__ = PLACEHOLDER.get(kind) or _placeholder_of(kind)
                     param._placeholders = self._itself  # type: ignore[attr-defined]
 
     def restore(self, values: Sequence[Tensor]) -> None:

@@ -12,7 +12,6 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,36 +19,17 @@ from torch.autograd.graph import Node
 
 from ..eager import eager
 from ..transport import Transport
-from .accumulation import node_of, runs
+from .accumulation import node_of
 from .clipping import Clipping
-from .gradients import BucketState, GradientBucket
+from .gradient_states import HAS_REDUCED, BucketState, Seen
+from .gradients import GradientBucket
 from .hooks import BackwardPasses, Handles
+from .listeners import Schedule, Updates
 from .placeholders import without_placeholders
-from .slots import HAS_REDUCED, GradientSlot, Seen
+from .slots import GradientSlot
 
 MAX_IN_FLIGHT = 2
 """Reductions under way at a time; each holds a buffer of chunks."""
-
-
-class Schedule(Protocol):
-    """Gathers parameters in backward, and says which buckets are ready; without it, a
-    bucket is when it is complete."""
-
-    def gradients_complete(self, bucket: GradientBucket) -> None:
-        """A bucket's gradients have all come."""
-
-    def end_backward(self) -> None:
-        """A backward pass has ended, or failed."""
-
-
-class Updates(Protocol):
-    """Updates parameters in backward."""
-
-    def reduced(self, bucket: GradientBucket) -> None:
-        """A bucket was reduced for the last time before its update, in launch order."""
-
-    def end_backward(self) -> None:
-        """A backward pass has ended, or failed."""
 
 
 class Reducer:
@@ -74,27 +54,23 @@ class Reducer:
             clipping: of these gradients.
             schedule, updates: are told how far the reductions are. Held weakly.
             overlap: launch buckets during backward.
-            once_per_step: stage 1: reduce in the last backward of a step only, which is
-                foreseen to be the same one as in the step before, and the first one in
-                the first step.
+            once_per_step: stage 1: reduce in the last backward of a step only, foreseen
+                to be the same one as in the step before; at first, the first one.
         """
         self._buckets: list[GradientBucket] = []
-        self._transport = transport
-        self._clipping = clipping
+        self._transport, self._clipping = transport, clipping
         self._schedule = None if schedule is None else weakref.ref(schedule)
         self._updates = None if updates is None else weakref.ref(updates)
         self._overlap, self._once_per_step = overlap, once_per_step
         self._alone = transport.groups.alone and updates is None
         """Nothing travels, and p.grad stays as it is."""
-        self._synchronises = True
-        """False within no_sync."""
+        self._synchronises = True  # except within no_sync
         self._backwards = self._rounds = 0
         """Backward passes outside no_sync, and rounds, since the last step."""
         self._foreseen: int | None = 1
         """Backward passes of this step, if it is as the last one."""
         self._learned = False
-        """A backward has ended, so it is known how many gradients each parameter
-        brings; until then no reduction can be told to be the last one."""
+        """A backward has ended, so it is known which reduction is the last one."""
         self._next = 0
         """The bucket to be launched next."""
         self._in_flight: deque[GradientBucket] = deque()
@@ -102,8 +78,7 @@ class Reducer:
         self._brings_gradients = False
         """The passes under way accumulate into some p.grad."""
         self._accumulates: bool | None = None
-        """Whether gradients add to what was reduced last; known when the first bucket
-        is opened again."""
+        """Gradients add to what was reduced last; known once a bucket is reopened."""
         self._zeroed = True
         """zero_grad was called since the last round."""
         self._handles = Handles()
@@ -151,8 +126,8 @@ class Reducer:
         """A gradient is about to be accumulated into p.grad; None if there is none,
         which leaves p.grad as it is."""
         slot = bucket.slots[place]
-        slot.note_undefined(grad is None)
         if grad is None:
+            slot.expect_none()
             return
         if grad.layout != torch.strided:
             slot.refuse_sparse()
@@ -168,8 +143,8 @@ class Reducer:
     def _after(self, bucket: GradientBucket, place: int) -> None:
         """A gradient was accumulated into p.grad."""
         with without_placeholders():
-            bucket.take(bucket.slots[place])
             self.enter_pass(accumulating=True)
+            bucket.take(bucket.slots[place])
             if not bucket.is_complete:
                 return
             if bucket.packs_at_once:
@@ -184,17 +159,11 @@ class Reducer:
 
     def enter_pass(self, *, accumulating: bool = False) -> None:
         """Notice, from inside of a hook, which backward pass is under way, to be told
-        of its end.
-
-        Args:
-            accumulating: it is known to bring gradients. Else the engine is asked: one
-                of `autograd.grad`, or of `backward(inputs=...)` for other tensors,
-                brings none, and reduces nothing.
-        """
+        of its end. One that brings no gradients, such as that of `autograd.grad`,
+        reduces nothing; `accumulating` if it is known to bring some."""
         if self._passes.task != torch._C._current_graph_task_id():
-            self._passes.enter()
-            if not self._brings_gradients:
-                self._brings_gradients = accumulating or any(map(runs, self._nodes))
+            comes_to_any = self._passes.enter(self._nodes)
+            self._brings_gradients |= accumulating or comes_to_any
 
     def launch_ready(self) -> None:
         """Launch the buckets that are ready, as far as their order allows."""
@@ -226,8 +195,7 @@ class Reducer:
             self._tell_end()
 
     def backward_failed(self) -> None:
-        """A pass ended in an exception: its gradients stay as far as they came, as in
-        torch."""
+        """A pass ended in an exception: gradients stay as far as they came."""
         self._passes.forget()
         self._brings_gradients = False
         with without_placeholders():
@@ -251,17 +219,13 @@ class Reducer:
         if bucket.state is BucketState.REDUCING:
             bucket.finish()
         reduced = bucket.state is BucketState.REDUCED
-        if reduced:
+        if reduced and self._clipping.is_used:
             self._clipping.multiply()  # what is added now is not clipped
         bucket.reopen(accumulate=reduced and self._accumulating())
 
     def _accumulating(self) -> bool:
-        """Return whether a bucket of which this rank has used nothing goes on from what
-        other ranks have contributed.
-
-        It has no p.grad that could tell. If another bucket's gradients were kept, so
-        are these.
-        """
+        """Return whether a bucket of which this rank has used nothing, and that has no
+        p.grad to tell, goes on from what other ranks have contributed: as others do."""
         if self._accumulates is None:
             used = kept = False
             for bucket in self._buckets:
@@ -276,11 +240,7 @@ class Reducer:
 
     def launch_next(self) -> None:
         """Launch the next bucket in order, with zeros for what is not there; the last
-        one ends the round.
-
-        Ranks without batches, in `join`, call it when the others do; nobody else
-        outside of here.
-        """
+        one ends the round. For ranks without batches, in `join`."""
         with without_placeholders():
             self._launch_next()
             if self._next == len(self._buckets):
@@ -322,8 +282,7 @@ class Reducer:
     # ---------------------------------------------------------------- at the step
 
     def synchronize(self) -> None:
-        """Leave every gradient reduced: of passes under no_sync, assigned by hand,
-        late, or of no pass at all.
+        """Leave every gradient reduced, wherever it has come from.
 
         Every rank runs at least one round per step, so a rank whose loss touched no
         parameter does not leave the others waiting.
@@ -377,7 +336,8 @@ class Reducer:
 
     def end_step(self) -> None:
         """Start counting passes and rounds anew."""
-        self._clipping.forget()
+        if self._clipping.is_used:
+            self._clipping.forget()
         self._foreseen = self._backwards or None
         self._backwards = self._rounds = 0
         used = False
@@ -393,7 +353,8 @@ class Reducer:
         gradients back, in stages 2 and 3."""
         self._zeroed = True
         self._accumulates = None
-        self._clipping.forget()
+        if self._clipping.is_used:
+            self._clipping.forget()
         with without_placeholders():
             for bucket in self._buckets:
                 bucket.drop_zeroed()
@@ -419,8 +380,7 @@ class Reducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally, at their full size, until a backward outside of
-        it or the step."""
+        """Accumulate gradients locally until a backward outside of it, or the step."""
         before, self._synchronises = self._synchronises, False
         try:
             yield

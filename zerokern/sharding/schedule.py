@@ -3,7 +3,6 @@ iteration is."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
@@ -17,7 +16,7 @@ from .gradients import GradientBucket
 from .hooks import GradientHook, Handles, ModuleHook
 from .reducer import Reducer
 from .sharded import ShardedParameters
-from .units import ROOT, Unit, UnitState
+from .units import ROOT, Unit, UnitState, called_beside
 
 
 class ExecutionOrder:
@@ -120,8 +119,7 @@ class UnitBackward:
             bucket.set_ready(done)
 
     def is_done(self) -> bool:
-        """Return whether no node of the unit's graph is left: all its parameters and
-        inputs have their gradients."""
+        """Return whether all its parameters and inputs have their gradients."""
         missing = self._inputs > 0
         for bucket in self._gradients:
             missing |= not bucket.is_complete
@@ -142,8 +140,7 @@ class UnitSchedule:
     each.
 
     What backward reads is gathered by itself (`SavedParameters`). The hooks on outputs
-    only let it be there in time, and in the same order on all ranks. The order of the
-    last iteration is a hint for prefetching one unit, never a promise.
+    only let it be there in time, and in the same order on all ranks.
     """
 
     def __init__(
@@ -191,7 +188,7 @@ class UnitSchedule:
                 hook = ModuleHook(module, self, after, name).after_forward()
                 self._handles.add(hook)
         gather = UnitSchedule._gather_beside
-        for name, module in self._called_beside():
+        for name, module in called_beside(self._modules, self._units):
             hook = ModuleHook(module, self, gather, name).before_forward()
             self._handles.add(hook)
 
@@ -199,28 +196,6 @@ class UnitSchedule:
         """Take buckets of parameters that are trained from now on."""
         for bucket in gradients:
             self._backward[bucket.layout.unit].add(bucket)
-
-    def _called_beside(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the modules that may be called without the forward of their unit, and
-        its name: those of the root that have parameters, and what a Sequential is made
-        of, which many loops walk through."""
-        for name, unit in self._modules.items():
-            if name in self._units and name != ROOT:
-                yield from ((name, module) for module in _walked_through(unit))
-        if ROOT in self._units:
-            yield from ((ROOT, module) for module in self._root_modules())
-
-    def _root_modules(self) -> Iterator[nn.Module]:
-        model = self._modules[ROOT]
-        inside = {id(model)}
-        for name, unit in self._modules.items():
-            if name != ROOT:
-                inside |= {id(module) for module in unit.modules()}
-        for module in model.modules():
-            has_own = next(module.parameters(recurse=False), None) is not None
-            is_hookable = not isinstance(module, torch.jit.ScriptModule)
-            if has_own and is_hookable and id(module) not in inside:
-                yield module
 
     def detach(self) -> None:
         """Remove the hooks."""
@@ -405,15 +380,6 @@ class UnitSchedule:
             unit = self._units[name]
             if unit.state is UnitState.SHARDED:
                 unit.start()
-
-
-def _walked_through(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the parts of a Sequential, and of Sequentials in it."""
-    forward = inspect.getattr_static(type(module), "forward", None)
-    if forward is nn.Sequential.forward:
-        for part in module.children():
-            yield part
-            yield from _walked_through(part)
 
 
 def _bases(outputs: Sequence[Tensor], args: Any) -> list[Tensor]:

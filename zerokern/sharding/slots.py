@@ -3,47 +3,14 @@ where, and what was left in p.grad."""
 
 from __future__ import annotations
 
-import enum
 import sys
 
 from torch import Tensor
 
+from .gradient_states import HAS_LOCAL, HAS_REDUCED, OURS, Seen, SlotState
 from .handles import ParamHandle
 from .parameters import gradient_dtype
 from .placeholders import ReducedGradient
-
-
-class SlotState(enum.Enum):
-    """Where the parts of a parameter's gradient are."""
-
-    EMPTY = enum.auto()
-    LOCAL = enum.auto()
-    """This rank's part is in the bucket."""
-    REDUCED = enum.auto()
-    """The mean over the ranks is in the shard."""
-    BOTH = enum.auto()
-    """The mean of earlier backwards is in the shard, this rank's part of later ones in
-    the bucket. In a world of one the two are the same."""
-
-
-HAS_LOCAL = (SlotState.LOCAL, SlotState.BOTH)
-HAS_REDUCED = (SlotState.REDUCED, SlotState.BOTH)
-
-
-class Seen(enum.Enum):
-    """A look at p.grad: is it what was left in it?"""
-
-    KEPT = enum.auto()
-    """As it was left."""
-    WRITTEN = enum.auto()
-    """The same tensor, but somebody has written to it: a placeholder was zeroed."""
-    REPLACED = enum.auto()
-    """A tensor of somebody else's."""
-    GONE = enum.auto()
-    """None."""
-
-
-OURS = (Seen.KEPT, Seen.WRITTEN)
 
 
 class GradientSlot:
@@ -66,7 +33,7 @@ class GradientSlot:
         self.waiting: Tensor | None = None
         """A local gradient that is still to be packed into the bucket."""
         self.is_undefined = False
-        """Autograd has come by without a gradient: p.grad is as it was."""
+        """Autograd comes by without a gradient: p.grad stays as it is."""
         self._left: Tensor | None = None
         """The tensor that was left in p.grad, and its version at that time."""
         self._version = 0
@@ -124,12 +91,15 @@ class GradientSlot:
 
     # ---------------------------------------------------------------- transitions
 
-    def arrive(self, waiting: Tensor | None, *, show: bool) -> None:
+    def arrive(self, waiting: Tensor | None, *, show: bool) -> bool:
         """A gradient of this rank has come into the bucket, or waits to be packed.
 
         Args:
             waiting: the gradient, if it waits.
             show: leave the view of the bucket in p.grad, not the placeholder.
+
+        Returns:
+            Whether it is the last one that this pass is expected to bring.
         """
         reduced = self.state in HAS_REDUCED
         self.state = SlotState.BOTH if reduced else SlotState.LOCAL
@@ -138,14 +108,17 @@ class GradientSlot:
         self.param.grad = self._left = left
         self._version = left._version
         self.seen = Seen.KEPT
+        self._arrived += 1
+        return self._arrived == self._expected
 
-    def note_undefined(self, undefined: bool) -> None:
-        """Autograd comes by, perhaps without a gradient."""
-        self.is_undefined = undefined
+    def expect_none(self) -> None:
+        """Autograd comes by without a gradient."""
+        self.is_undefined = True
 
-    def count(self) -> bool:
-        """Autograd has come by. Return whether it does so for the last time in this
-        pass."""
+    def pass_by(self) -> bool:
+        """Autograd has come by without a gradient. Return whether it does so for the
+        last time in this pass."""
+        self.is_undefined = False
         self._arrived += 1
         return self._arrived == self._expected
 

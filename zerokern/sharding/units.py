@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 import inspect
+import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -19,6 +20,7 @@ from .parameters import ParameterBucket, storages_of
 from .placeholders import Placeholders
 
 ROOT = ""
+VERSION = operator.attrgetter("_version")
 
 IsUnit = Callable[[nn.Module], bool]
 
@@ -52,9 +54,12 @@ def _units_in(
 
 
 def _has_forward(module: nn.Module) -> bool:
+    return _forward_of(module) is not nn.Module.forward
+
+
+def _forward_of(module: nn.Module) -> object:
     # Statically: the class of a scripted module does not tell.
-    forward = inspect.getattr_static(type(module), "forward", None)
-    return forward is not nn.Module.forward
+    return inspect.getattr_static(type(module), "forward", None)
 
 
 def unit_of_params(model: nn.Module, is_unit: IsUnit | None) -> dict[int, str]:
@@ -79,6 +84,41 @@ def _outside(module: nn.Module, units: set[int]) -> list[nn.Parameter]:
     for child in module.children():
         params += _outside(child, units)
     return params
+
+
+def called_beside(
+    modules: Mapping[str, nn.Module], used: Collection[str]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that may be called without the forward of their unit, and its
+    name: those of the root that have parameters, and what a Sequential is made of,
+    which many loops walk through.
+
+    Args:
+        modules: of every unit, the model first.
+        used: the units that have parameters.
+    """
+    inside = {id(modules[ROOT])}
+    for name, unit in modules.items():
+        if name == ROOT:
+            continue
+        inside |= {id(module) for module in unit.modules()}
+        if name in used:
+            yield from ((name, module) for module in _walked_through(unit))
+    if ROOT not in used:
+        return
+    for module in modules[ROOT].modules():
+        has_own = next(module.parameters(recurse=False), None) is not None
+        is_hookable = not isinstance(module, torch.jit.ScriptModule)
+        if has_own and is_hookable and id(module) not in inside:
+            yield ROOT, module
+
+
+def _walked_through(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the parts of a Sequential, and of Sequentials in it."""
+    if _forward_of(module) is nn.Sequential.forward:
+        for part in module.children():
+            yield part
+            yield from _walked_through(part)
 
 
 class UnitState(enum.Enum):
@@ -114,24 +154,21 @@ class UnitBucket:
         self.whole = whole
         self.views = views
         self.placeholders.restore(views)
-        self._versions = [param._version for param in self.parameters.params]
+        self._versions = list(map(VERSION, self.parameters.params))
 
-    def find_written(self) -> ParamHandle | None:
-        """Return a parameter that was written to since it was restored, or None."""
-        params = self.parameters.params
-        if [param._version for param in params] == self._versions:
-            return None
-        for index, param in enumerate(params):
-            if param._version != self._versions[index]:
-                return self.parameters.handles[index]
-        return None
-
-    def substitute(self) -> None:
-        """Make the parameters placeholders again, and let the memory go."""
+    def substitute(self) -> ParamHandle | None:
+        """Make the parameters placeholders again, and let the memory go. Return one
+        that was written to since it was restored, if there is any."""
+        written = None
+        versions = list(map(VERSION, self.parameters.params))
+        if versions != self._versions:
+            changed = map(operator.ne, versions, self._versions)
+            written = self.parameters.handles[list(changed).index(True)]
         self.whole = None
         self.views = []
         self.placeholders.substitute()
         self.gather.free()
+        return written
 
 
 Gathered = dict[int, tuple["weakref.ref[Unit]", "weakref.ref[UnitBucket]"]]
@@ -233,7 +270,7 @@ class Unit:
             return
         if transforms.innermost() is not None:
             return
-        written = None if keeps_writes else self._find_written()
+        written = None
         gathering, self.state = self.state is UnitState.GATHERING, UnitState.SHARDED
         for bucket in self.buckets:
             if gathering:
@@ -241,22 +278,14 @@ class Unit:
                 continue
             assert bucket.whole is not None
             del self._gathered[bucket.whole.untyped_storage()._cdata]
-            bucket.substitute()
-        if written is not None:
+            written = bucket.substitute() or written
+        if written is not None and not keeps_writes:
             raise RuntimeError(
                 f"parameter {written.name!r} was written to in a forward or backward of"
                 f" unit {self.title!r} (stage 3), where it is a copy that is thrown"
                 " away, as by nn.Embedding(max_norm=...); write to weights inside"
                 " optimizer.full_params(), on all ranks, or use stage 2"
             )
-
-    def _find_written(self) -> ParamHandle | None:
-        if self.state is UnitState.WHOLE:
-            for bucket in self.buckets:
-                written = bucket.find_written()
-                if written is not None:
-                    return written
-        return None
 
     @contextmanager
     def held(self) -> Iterator[None]:

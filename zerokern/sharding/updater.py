@@ -244,7 +244,13 @@ class Updater:
         self.gathered = None
         return adds_decay
 
-    def update(self, index: int, gradient: Tensor, *, l2: bool) -> None:
+    def update(
+        self,
+        index: int,
+        gradient: Tensor,
+        *,
+        l2: bool,
+    ) -> None:
         """Update a bucket's shard in one launch.
 
         Args:
@@ -299,7 +305,12 @@ class Updater:
             sent[index].copy_(tensor.detach().reshape(()))
         return sent
 
-    def _upload(self, name: str, values: Any, dtype: torch.dtype) -> Tensor:
+    def _upload(
+        self,
+        name: str,
+        values: Any,
+        dtype: torch.dtype,
+    ) -> Tensor:
         # The user's default device may be another one.
         host = torch.tensor(values, dtype=dtype, device="cpu")
         if not self.table.is_cuda:

@@ -1,0 +1,75 @@
+"""How often gradients are reduced: each bucket once a step, whatever else a script asks
+of autograd, and whichever outputs a model returns."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import ranks
+from marks import in_stages
+from scripts import SCRIPTS, attacks, features
+
+at_several = pytest.mark.parametrize("at", ranks.worlds(3, rarely=2))
+STEPS = 3
+UNITS = ["root", "units.0", "units.1", "units.2"]
+
+
+def reductions(result: Any, step: int) -> Counter[str]:
+    """Return how often each bucket, or unit of stage 3, was reduced in a step."""
+    return Counter(
+        call.unit
+        for call in result["log"]
+        if call.op == "reduce_scatter" and call.step == step
+    )
+
+
+@at_several
+@pytest.mark.parametrize("name", [*features.NAMES, *attacks.NAMES])
+def test_each_unit_is_reduced_once_a_step(name: str, at: int) -> None:
+    """Also units that have no gradient in any rank, at most."""
+    for result in SCRIPTS.played(at)[name, 3]:
+        for step in range(STEPS):
+            found = reductions(result, step)
+            assert set(found) <= set(UNITS)
+            assert set(found.values()) == {1}
+            if not name.startswith("one hidden state"):
+                assert sorted(found) == UNITS
+
+
+@at_several
+@in_stages
+@pytest.mark.parametrize("name", [*features.NAMES, *attacks.NAMES])
+def test_nothing_is_reduced_twice_in_any_stage(name: str, stage: int, at: int) -> None:
+    for result in SCRIPTS.played(at)[name, stage]:
+        for step in range(STEPS):
+            assert set(reductions(result, step).values()) == {1}
+
+
+@at_several
+@in_stages
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a_probe_before_backward",
+        "a_probe_between_backward_and_step",
+        "penalty_of_parameter_gradients",
+        "backward, all",
+    ],
+)
+def test_gradients_of_parameters_cost_no_reduction(
+    name: str, stage: int, at: int
+) -> None:
+    """Those that `autograd.grad` returns are one rank's own."""
+    for result in SCRIPTS.played(at)[name, stage]:
+        for step in range(STEPS):
+            assert set(reductions(result, step).values()) == {1}
+
+
+@at_several
+def test_a_world_of_several_reduces(at: int) -> None:
+    """Else nothing above could fail."""
+    for stage in (1, 2):
+        for result in SCRIPTS.played(at)["a_probe_before_backward", stage]:
+            assert reductions(result, 1)
