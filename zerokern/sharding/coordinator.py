@@ -21,6 +21,7 @@ from .join import Join
 from .reducer import Reducer
 from .schedule import UnitSchedule
 from .sharded import ShardedParameters
+from .skipped import SKIPPED, SkippedSteps
 from .units import ROOT, unit_modules
 from .updater import Updater
 
@@ -88,6 +89,7 @@ class Coordinator:
         self.loss_scale: Tensor | None = None
         """What the gradients of the last step were divided by."""
         self._has_no_group = transport.groups.agrees.process_group is None
+        self._skipped = SkippedSteps(self.updater.report)
         self._idle: set[int] = set()
         """Parameters that were taken out of their groups: they keep their values."""
         self._joined: Join | None = None
@@ -143,6 +145,7 @@ class Coordinator:
         known = len(self.trainable)
         self.trainable += trainable
         self.updater = self.updater.grown(handles, self.trainable)
+        self._skipped.watch(self.updater.report)
         for bucket, partials in zip(
             self.gradients, self.updater.partials[:known], strict=True
         ):
@@ -275,6 +278,11 @@ class Coordinator:
             for bucket in reversed(self.gradients):
                 self.updater.update(bucket.index, bucket.shard, l2=adds_decay)
                 self.parameters.updated(bucket.parameters, in_backward=False)
+        skipped = self._skipped
+        if not skipped.said and (skipped.is_remote or skipped.counts[SKIPPED]):
+            number, group = self.transport.step, self.transport.groups.agrees
+            scaled = loss_scale is not None
+            skipped.look(number, self.gradients, group, scaled=scaled)
         self.parameters.end_step()
         self.reducer.end_step()
         self.transport.end_step()

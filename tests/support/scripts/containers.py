@@ -3,7 +3,6 @@ Sequentials whose parts are called one by one."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 
 import torch
@@ -245,31 +244,13 @@ def _train(run: Run) -> None:
     run.rest()
 
 
-def _train_loop_outside(run: Run) -> None:
-    """The script walks, not the model."""
-    model = run.model
-
-    def loss(of_rank: int, step: int) -> Tensor:
-        x = model.first(batch(step, of_rank))
-        for layer in model.layers:
-            x = walk(x, layer)
-        return squares(model.last(x))
-
-    for step in range(3):
-        run.optimizer.zero_grad()
-        run.backward(step, functools.partial(loss, step=step))
-        run.step()
-        run.rest()
-
-
-def _train_both_ways(run: Run) -> None:
+@script(build=seeded(Walked), eps=1e-3)
+def units_called_and_walked_by_turns(run: Run) -> None:
     """In one step the model calls its units, in the next one it walks through them."""
     for step in range(4):
-        kind = (OfSequentials, Walked)[step % 2]
+        run.model.__class__ = (OfSequentials, Walked)[step % 2]
         run.optimizer.zero_grad()
-        run.backward(
-            step, lambda r, s=step, k=kind: squares(k.forward(run.model, batch(s, r)))
-        )
+        run.backward(step, lambda r, s=step: squares(run.model(batch(s, r))))
         run.step()
         run.rest()
 
@@ -277,9 +258,3 @@ def _train_both_ways(run: Run) -> None:
 # A large eps: no gradient is so small that its sign is a matter of rounding.
 for _name, _build in MODELS.items():
     script(f"units: {_name}", build=seeded(_build), eps=1e-3)(_train)
-script(
-    "units: sequentials walked by the script", build=seeded(OfSequentials), eps=1e-3
-)(_train_loop_outside)
-script("units: sequentials called and walked by turns", build=seeded(Walked), eps=1e-3)(
-    _train_both_ways
-)

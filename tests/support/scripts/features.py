@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from oracle import Run
-from registry import SMALL, script
+from registry import script
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from units import Stack, batch, seeded, squares
@@ -97,8 +97,8 @@ FEATURES: dict[str, tuple[type[Stack], Loss]] = {
     "all hidden states, recomputed": (Recomputed, all_hidden_states),
 }
 WHEN = {
-    "": SMALL,
-    ", updates in backward": zerokern.Buckets(bytes=6000, update_in_backward=True),
+    "": zerokern.Buckets(bytes=600),
+    ", updates in backward": zerokern.Buckets(bytes=600, update_in_backward=True),
 }
 NAMES = [name + when for name in FEATURES for when in WHEN]
 
