@@ -231,6 +231,7 @@ class OptimizerState:
                 ops.store_state_(bucket.shard, field, values)
                 transport.give(values)
             _load_sharded(bucket, sharded)
+            _follow_masters(bucket, entries)
         self.forget()
 
     def _check(self, state: Mapping[int, Entry]) -> None:
@@ -322,6 +323,24 @@ def _load_sharded(bucket: ParameterBucket, entries: Sequence[Entry]) -> None:
         if piece.numel and "range" in entry:
             for name, (tensor, per_entry) in bucket.stored().items():
                 _part(tensor, per_entry, piece).copy_(entry[name])
+
+
+def _follow_masters(bucket: ParameterBucket, entries: Sequence[Entry]) -> None:
+    """Let 16-bit parameters be what their masters round to, where these were loaded in
+    full form: else they would stay behind until the next step."""
+    if bucket.shard.master is None:
+        return
+    for handle, entry in zip(bucket.handles, entries, strict=True):
+        master = entry.get("master")
+        if master is None or "range" in entry:
+            continue
+        if bucket.flat is not None:
+            bucket.views_of(bucket.flat)[handle.slot].copy_(master)
+            continue
+        piece = bucket.piece_of(handle)
+        part = _in_memory_order(master, bucket.strides[handle.slot])
+        part = part[piece.offset : piece.offset + piece.numel]
+        bucket.own[piece.start : piece.start + piece.numel].copy_(part)
 
 
 def _in_memory_order(value: Tensor, stride: Sequence[int]) -> Tensor:

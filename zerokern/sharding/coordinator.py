@@ -263,6 +263,12 @@ class Coordinator:
             max_norm: clip to this total norm.
             loss_scale: what the gradients were multiplied with.
         """
+        if self.parameters.shows_all:
+            raise RuntimeError(
+                "step() was called inside full_params() (stage 3), whose parameters"
+                " would be written back over the update; leave it first. Nothing was"
+                " updated"
+            )
         clipping = self.clipping
         if clipping.is_used:
             max_norm = tighter(max_norm, clipping.bound)

@@ -110,6 +110,8 @@ class ReplicatedParameters:
     def __init__(self, transport: Transport, *, in_forward: bool) -> None:
         self._transport = transport
         self._in_forward = in_forward
+        self.shows_all = False
+        """Parameters are copies, to be written back: never here."""
         self._buckets: dict[int, ReplicatedBucket] = {}
         """By their index in the layout."""
         self._handles = Handles()
