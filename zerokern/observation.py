@@ -15,7 +15,6 @@ from .sharding.coordinator import Coordinator
 from .sharding.gradient_states import BucketState
 from .sharding.gradients import GradientBucket
 from .sharding.handles import ParamHandle
-from .transport import Gather
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -75,14 +74,12 @@ class Observation:
         found = self._find(param)
         if found is None:
             return None
-        bucket, handle = found
-        title = f"gradient {bucket.transfer.title}"
-        gather = Gather(self._coordinator.transport, bucket.layout, title, "step")
-        gather.start(bucket.shard)
-        view = bucket.parameters.views_of(gather.wait())[handle.slot]
-        gradient = view.to(torch.float32, copy=True)
-        gather.free()
-        return gradient
+        _, handle = found
+        coordinator = self._coordinator
+        announcements = coordinator.transport.announcements
+        if announcements.are_heard:
+            announcements.announce("gradient", handle.index)
+        return coordinator.gather_gradient(handle.index)
 
     def local_grad(self, param: nn.Parameter) -> Tensor | None:
         """Return this rank's part of what `full_grad` returns, under the same
@@ -114,10 +111,7 @@ class Observation:
         coordinator.synchronize()
         if not coordinator.updater.was_used(handle.column):
             return None
-        for bucket in coordinator.gradients:
-            if bucket.layout.index == handle.bucket:
-                return bucket, handle
-        raise AssertionError("every trainable parameter has a bucket")
+        return coordinator.gradients_of(handle), handle
 
     def metrics(self) -> dict[str, float]:
         """Return what the last step was like, as plain numbers for a log. The host

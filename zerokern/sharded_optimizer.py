@@ -107,11 +107,8 @@ class ShardedOptimizer(Optimizer):
         return self._live().coordinator
 
     def observation(self, *, collective: bool) -> Observation:
-        """Return what looks at the parts at work.
-
-        Args:
-            collective: all ranks look, so edits of the param groups can be followed.
-        """
+        """Return what looks at the parts at work. If all ranks do, which is then
+        `collective`, edits of the param groups are followed."""
         if collective:
             self._follow_edits()
         return self._live().observation
@@ -148,6 +145,7 @@ class ShardedOptimizer(Optimizer):
         groups, edits = self.param_groups, self._edits
         if coordinator.groups is groups and edits.are_none(groups, self.state):
             return coordinator
+        coordinator.refuse_in_join("editing param groups or state")
         with torch.no_grad():
             edits.adopt(self.state, state.reset)
             if coordinator.groups is not groups or not edits.has_members(groups):
@@ -357,7 +355,10 @@ class ShardedOptimizer(Optimizer):
         If the body raises, stage 3 drops them; in stages 1 and 2 the model was edited
         in place.
         """
-        with torch.no_grad(), self.coordinator.parameters.full():
+        coordinator = self.coordinator
+        if coordinator.sharding.parameters:
+            coordinator.refuse_in_join("full_params()")
+        with torch.no_grad(), coordinator.parameters.full():
             yield
 
     def join(self) -> AbstractContextManager[None]:

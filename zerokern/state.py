@@ -127,6 +127,7 @@ class OptimizerState:
             to: the rank that keeps the result; None: all of them. Other ranks return an
                 empty dict.
         """
+        self._coordinator.refuse_in_join("gathering the state")
         transport = self._coordinator.transport
         keep = to is None or to == transport.groups.shards.rank
         steps = self._coordinator.updater.steps.cpu()

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from ..layout import Layout
+from ..transport import Gather
 from .blueprint import Blueprint
 from .clipping import Bound, Clipping, coefficient, tighter
 from .forward_methods import ForwardMethods
 from .gradient_states import HAS_REDUCED
 from .gradients import GradientBucket
-from .handles import ParamHandles
+from .handles import ParamHandle, ParamHandles
 from .initial import make_buffers_equal
 from .join import Join
 from .reducer import Reducer
@@ -215,13 +216,8 @@ class Coordinator:
     def clip_norm(
         self, norm: Tensor, max_norm: Bound, norm_type: float, loss_scale: Tensor | None
     ) -> None:
-        """Clip the total norm of the coming step.
-
-        Args:
-            norm: what `total_norm` has returned.
-            max_norm: largest norm.
-            norm_type, loss_scale: as of `total_norm`.
-        """
+        """Clip the total norm of the coming step, which `total_norm` has returned for
+        the same norm type and loss scale."""
         if norm_type == 2.0:
             self.clipping.tighten(self.updater.norm(loss_scale), max_norm)
             return
@@ -295,6 +291,38 @@ class Coordinator:
         self.loss_scale = loss_scale
 
     # --------------------------------------------------------------- what users ask for
+
+    def gradients_of(self, handle: ParamHandle) -> GradientBucket:
+        """Return the bucket of a parameter's gradient."""
+        for bucket in self.gradients:
+            if bucket.layout.index == handle.bucket:
+                return bucket
+        raise AssertionError("every trainable parameter has a bucket")
+
+    def gather_gradient(self, index: int) -> Tensor:
+        """Return the reduced gradient of a parameter, by its index in the layout, whole
+        and in fp32. All ranks must call it."""
+        handle = self.handles[index]
+        bucket = self.gradients_of(handle)
+        title = f"gradient {bucket.transfer.title}"
+        gather = Gather(self.transport, bucket.layout, title, "step")
+        gather.start(bucket.shard)
+        view = bucket.parameters.views_of(gather.wait())[handle.slot]
+        gradient = view.to(torch.float32, copy=True)
+        gather.free()
+        return gradient
+
+    def refuse_in_join(self, what: str) -> None:
+        """Refuse what ranks that have run out of batches would not take part in.
+
+        Raises:
+            RuntimeError: inside of `join`.
+        """
+        if self.transport.announcements.are_heard:
+            raise RuntimeError(
+                f"{what} cannot be used inside join(): ranks that have run out of"
+                " batches would not take part in it; do it before or after"
+            )
 
     def unit_names(self) -> set[str]:
         """Return the units that have parameters; none in stages 1 and 2."""

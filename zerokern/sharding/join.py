@@ -14,7 +14,7 @@ from torch import Tensor
 from ..transport import Transport
 from .reducer import Reducer
 
-EVENTS = ("idle", "reduce", "gather", "norm", "step")
+EVENTS = ("idle", "reduce", "gather", "norm", "step", "gradient")
 """Announced by a rank before it does so."""
 INDICES = 2**32
 
@@ -40,6 +40,9 @@ class Steps(Protocol):
 
     def forget_gradients(self) -> None:
         """Set every p.grad to None."""
+
+    def gather_gradient(self, index: int) -> Any:
+        """Take part in the gather of a parameter's gradient."""
 
 
 class Join:
@@ -156,6 +159,8 @@ class Join:
             elif event == "step":
                 self._steps.step()
                 self._steps.forget_gradients()
+            elif event == "gradient":
+                self._steps.gather_gradient(index)
 
 
 def _numbers(groups: Sequence[Mapping[str, Any]]) -> list[float]:

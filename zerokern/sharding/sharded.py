@@ -144,7 +144,8 @@ class ShardedParameters:
         rank.
 
         Raises:
-            RuntimeError: the body raised on another rank, or a parameter was replaced.
+            RuntimeError: the body raised on another rank, the ranks edited differently,
+                or a parameter was replaced.
         """
         if self.shows_all:
             yield
@@ -153,6 +154,7 @@ class ShardedParameters:
         shown: list[Unit] = []
         error: Exception | None = None
         raised_on: list[int] = []
+        odd: list[int] = []
         try:
             with ExitStack() as held:
                 for unit in self.units.values():
@@ -162,8 +164,8 @@ class ShardedParameters:
                     yield
                 except Exception as raised:
                     error = raised
-                raised_on = self._raised_on(error)
-                if not raised_on:
+                raised_on, odd = self._compare(error)
+                if not raised_on and not odd:
                     for unit in self.units.values():
                         unit.keep_edits()
         finally:
@@ -177,6 +179,13 @@ class ShardedParameters:
                 f"the body of full_params raised on rank {raised_on[0]}, so edits were"
                 " dropped on every rank"
             )
+        if odd:
+            raise RuntimeError(
+                f"rank {odd[0]} has edited parameters inside full_params otherwise than"
+                " rank 0, and each rank keeps a part of them only; edit them alike on"
+                " all ranks, for example after a broadcast. Edits were dropped on every"
+                " rank"
+            )
 
     def _show(self, unit: Unit, shown: list[Unit]) -> None:
         """Have a unit whole, and note if it was not: one whose forward or backward is
@@ -187,18 +196,25 @@ class ShardedParameters:
             shown.append(unit)
             unit.unshard(own_storages=True)
 
-    def _raised_on(self, error: Exception | None) -> list[int]:
-        """Return the ranks whose body raised."""
-        raised = torch.tensor(
-            [error is not None], dtype=torch.int64, device=self._transport.device
+    def _compare(self, error: Exception | None) -> tuple[list[int], list[int]]:
+        """Return the ranks whose body raised, and those whose edits are not those of
+        rank 0."""
+        edits = 0
+        for unit in self.units.values():
+            for bucket in unit.buckets:
+                edits += bucket.checksum_of_writes()
+        edits = (edits + 2**62) % 2**63 - 2**62
+        mine = torch.tensor(
+            [error is not None, edits], dtype=torch.int64, device=self._transport.device
         )
-        words = self._transport.all_gather_words(raised)
+        words = self._transport.all_gather_words(mine)
+        raised = words[:, 0]
+        differs = words[:, 1] != words[0, 1]
         # any() first: a rehearsal answers it, and cannot know how much nonzero() would
         # return.
-        if not words.any():
-            return []
-        found: list[int] = words.flatten().nonzero().flatten().tolist()
-        return found
+        if not (raised.any() or differs.any()):
+            return [], []
+        return _places(raised), _places(differs)
 
     def memory(self) -> list[Tensor]:
         """Return what holds the parameters of this rank."""
@@ -212,3 +228,8 @@ class ShardedParameters:
         for unit in self.units.values():
             unit.unshard()
         self.shows_all = True
+
+
+def _places(flags: Tensor) -> list[int]:
+    places: list[int] = flags.nonzero().flatten().tolist()
+    return places

@@ -16,6 +16,7 @@ from ..pretend import address
 from ..transport import Gather, Transport
 from . import transforms
 from .handles import ParamHandle
+from .initial import checksum
 from .parameters import ParameterBucket, storages_of
 from .placeholders import Placeholders
 
@@ -155,6 +156,16 @@ class UnitBucket:
         self.views = views
         self.placeholders.restore(views)
         self._versions = list(map(VERSION, self.parameters.params))
+
+    def checksum_of_writes(self) -> int:
+        """Return a number that tells which parameters were written to since they were
+        restored, and what they are; 0 if none was."""
+        total = 0
+        for index, param in enumerate(self.parameters.params):
+            if param._version != self._versions[index]:
+                handle = self.parameters.handles[index]
+                total += (1 + handle.index) * (1 + int(checksum(param)))
+        return total
 
     def substitute(self) -> ParamHandle | None:
         """Make the parameters placeholders again, and let the memory go. Return one

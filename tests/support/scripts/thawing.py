@@ -3,6 +3,7 @@ given, and that are trained later."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -190,12 +191,12 @@ def thawed_and_not_used_yet(run: Run) -> None:
 def thawed_for_a_single_rank(run: Run) -> None:
     """On all of them, but only one has a gradient of it."""
     iterate(run, range(2))
-    thaw(run.model, "blocks.0")
+    thaw(run.model, "blocks.2")
     for step in range(2, 5):
         run.optimizer.zero_grad()
         run.backward(
             step,
-            lambda rank, s=step: run.loss(s, rank, order=(0, 1) if rank == 0 else (1,)),
+            lambda rank, s=step: run.loss(s, rank, use="left" if rank else "both"),
         )
         run.step()
         run.rest()
@@ -241,17 +242,32 @@ def thawed_under_a_scheduler(run: Run) -> None:
         scheduler.step()
 
 
+def _saved(run: Run) -> Any:
+    optimizer = run.optimizer
+    save = optimizer.state_dict if run.torch else optimizer.full_state_dict
+    return copy.deepcopy(save())
+
+
 @script(build=frozen("blocks"), **SMOOTH)
 def thawed_then_saved_and_loaded(run: Run) -> None:
     iterate(run, range(2))
     thaw(run.model, "blocks")
     iterate(run, range(2, 4))
-    optimizer = run.optimizer
-    save = optimizer.state_dict if run.torch else optimizer.full_state_dict
-    saved = save()
+    saved = _saved(run)
     iterate(run, range(4, 5))
-    optimizer.load_state_dict(saved)
+    run.optimizer.load_state_dict(saved)
     iterate(run, range(5, 7))
+
+
+@script(build=frozen("blocks"), **SMOOTH)
+def a_state_of_before_the_thaw_is_loaded(run: Run) -> None:
+    """Which has nothing for what was thawed since."""
+    iterate(run, range(2))
+    saved = _saved(run)
+    thaw(run.model, "blocks")
+    iterate(run, range(2, 4))
+    run.optimizer.load_state_dict(saved)
+    iterate(run, range(4, 6))
 
 
 @script(build=frozen("blocks"), **SMOOTH)
@@ -313,18 +329,29 @@ def a_frozen_group_is_added_and_thawed_later(run: Run) -> None:
     iterate(run, range(3, 5))
 
 
-def _blocks_0_and_1(model: nn.Module) -> list[nn.Parameter]:
-    return of_part(model, "blocks.0") + of_part(model, "blocks.1")
+def _biases(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.dim() < 2]
 
 
-@script(groups=_blocks_0_and_1, **SMOOTH)
-def groups_of_what_was_never_frozen_are_added(run: Run) -> None:
-    """It has gradients from the start, which nobody averages or zeroes before."""
+@script(groups=_biases, **SMOOTH)
+def weights_are_added_that_were_never_frozen(run: Run) -> None:
+    """They have gradients from the start, which nobody averages or zeroes before."""
     for step in range(6):
+        if step in (2, 3):
+            names = ("blocks.0", "blocks.1") if step == 2 else ("em", "head", "blocks.2")
+            params = [p for n in names for p in of_part(run.model, n) if p.dim() > 1]
+            run.optimizer.add_param_group({"params": params, "lr": 2e-3 * step})
+        run.model.zero_grad()
+        run.backward(step)
+        run.step()
+
+
+@script(groups=lambda model: of_part(model, "blocks.0"), stages=(1, 2), **SMOOTH)
+def units_are_added_that_were_never_frozen(run: Run) -> None:
+    for step in range(4):
         if step == 2:
-            run.optimizer.add_param_group({"params": _ends(run.model), "lr": 2e-3})
-        if step == 3:
-            run.optimizer.add_param_group({"params": of_part(run.model, "blocks.2")})
+            params = of_part(run.model, "blocks.1") + _ends(run.model)
+            run.optimizer.add_param_group({"params": params})
         run.model.zero_grad()
         run.backward(step)
         run.step()
