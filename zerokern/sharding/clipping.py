@@ -107,6 +107,12 @@ class Clipping:
                 " run out of batches would not clip theirs"
             )
 
+    def end_step(self) -> None:
+        """The update was made. Gradients that nobody zeroes stay clipped, as in
+        torch."""
+        self.norm = self.multiplied = None
+        self.is_used = self._factor is not None
+
     def forget(self) -> None:
         """The gradients are gone."""
         self.is_used = False

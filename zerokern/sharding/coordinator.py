@@ -95,6 +95,8 @@ class Coordinator:
         """Parameters that were taken out of their groups: they keep their values."""
         self._joined: Join | None = None
         """Inside of `join`."""
+        self._written: dict[int, list[nn.Parameter]] = {}
+        """By bucket, the parameters that the coming update writes to."""
         self._synchronized: list[int] = []
         """Generations of the gradients whose norm was gathered."""
 
@@ -172,7 +174,7 @@ class Coordinator:
         self.updater.gather_norm(self._used([bucket]), guarded=False)
         adds_decay = self.updater.form_table(self.groups)
         self.updater.update(bucket.index, bucket.shard, l2=adds_decay)
-        self.parameters.updated(bucket.parameters, in_backward=True)
+        self.parameters.updated(bucket.parameters, self._written[bucket.index])
         bucket.release()
 
     def end_backward(self) -> None:
@@ -242,9 +244,11 @@ class Coordinator:
         self._synchronized.clear()
         for bucket in buckets:
             self._synchronized.append(bucket.generation)
+            self._written[bucket.index] = written = []
             for slot in bucket.slots:
                 if slot.state in HAS_REDUCED and slot.handle.index not in self._idle:
                     columns.append(slot.handle.column)
+                    written.append(slot.param)
         return columns
 
     def step(
@@ -279,7 +283,7 @@ class Coordinator:
                 self.updater.amend_report(clipping.norm, clipping.multiplied)
             for bucket in reversed(self.gradients):
                 self.updater.update(bucket.index, bucket.shard, l2=adds_decay)
-                self.parameters.updated(bucket.parameters, in_backward=False)
+                self.parameters.updated(bucket.parameters, self._written[bucket.index])
         skipped = self._skipped
         if not skipped.said and (skipped.is_remote or skipped.counts[SKIPPED]):
             number, group = self.transport.step, self.transport.groups.agrees
@@ -289,8 +293,6 @@ class Coordinator:
         self.reducer.end_step()
         self.transport.end_step()
         self.loss_scale = loss_scale
-
-    # --------------------------------------------------------------- what users ask for
 
     def gradients_of(self, handle: ParamHandle) -> GradientBucket:
         """Return the bucket of a parameter's gradient."""

@@ -230,8 +230,8 @@ class GradientBucket:
         self.generation += 1
 
     def reduce_alone(self) -> None:
-        """World of one: the local gradient is the reduced one. A captured step runs
-        again, on other gradients."""
+        """World of one: the local gradient is the reduced one."""
+        # A captured step runs again, on other gradients.
         captured = self.shard.is_cuda and torch.cuda.is_current_stream_capturing()
         if not captured and self.generation == self._alone_generation:
             return
@@ -267,8 +267,7 @@ class GradientBucket:
     # ---------------------------------------------------------------- zeroing
 
     def forget_zeroed(self, *, reopening: bool = False) -> bool:
-        """REDUCED: drop gradients whose p.grad was zeroed (they are zero) or set to
-        None (there is none). Return whether any is kept."""
+        """REDUCED: drop gradients that were zeroed. Return whether any is kept."""
         kept = False
         dropped = []
         for slot in self.slots:
@@ -296,8 +295,7 @@ class GradientBucket:
         self.generation += 1
 
     def drop_zeroed(self) -> None:
-        """All gradients were zeroed: forget what was reduced, of other ranks too, and
-        memory that nobody looks at."""
+        """All gradients were zeroed: forget what was reduced, of other ranks too."""
         self.finish()
         self.is_final = False
         wanted = False
@@ -347,8 +345,7 @@ class GradientBucket:
         self.state = BucketState.UPDATED
 
     def abandon(self) -> None:
-        """A backward ended in an exception: let go of what is on its way to an update
-        that will not be made."""
+        """A backward ended in an exception: no update will be made of this."""
         self.finish()
         self.drop_accumulated()
         self.release()

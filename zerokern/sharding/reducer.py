@@ -337,7 +337,7 @@ class Reducer:
     def end_step(self) -> None:
         """Start counting passes and rounds anew."""
         if self._clipping.is_used:
-            self._clipping.forget()
+            self._clipping.end_step()
         self._foreseen = self._backwards or None
         self._backwards = self._rounds = 0
         used = False

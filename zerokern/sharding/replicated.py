@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -15,7 +16,9 @@ from ..transport import Gather, Transport
 from .handles import ParamHandles
 from .hooks import Handles, ModuleHook
 from .parameters import ParameterBucket, storages_of
-from .placeholders import Placeholders, without_placeholders
+from .placeholders import Placeholders
+
+VERSION = operator.attrgetter("_version")
 
 
 class ReplicatedBucket:
@@ -38,15 +41,18 @@ class ReplicatedBucket:
         self._in_forward = in_forward
         self._versions: list[int] = []
         """Torch's counts of writes to the parameters, as of our last look or update."""
-        with without_placeholders():
-            self._versions = [param._version for param in self.parameters.params]
+        self._versions = list(map(VERSION, self.parameters.params))
 
-    def publish(self) -> None:
-        """Send this rank's part, which was updated, to all ranks."""
+    def publish(self, written: Sequence[nn.Parameter]) -> None:
+        """Send this rank's part, which was updated, to all ranks.
+
+        Args:
+            written: the parameters that have a new value.
+        """
         # A backward that still needs the old values fails, as torch lets it after any
         # write.
-        torch.autograd.graph.increment_version(self.parameters.params)
-        self._versions = [version + 1 for version in self._versions]
+        torch.autograd.graph.increment_version(written)
+        self._versions = list(map(VERSION, self.parameters.params))
         if self._alone:
             return
         self._gather.start(self.parameters.own, self._whole)
@@ -167,9 +173,11 @@ class ReplicatedParameters:
         for bucket in self._buckets.values():
             bucket.follow_writes()
 
-    def updated(self, parameters: ParameterBucket, *, in_backward: bool) -> None:
+    def updated(
+        self, parameters: ParameterBucket, written: Sequence[nn.Parameter]
+    ) -> None:
         """The shard of a bucket was updated: send it to all ranks."""
-        self._buckets[parameters.layout.index].publish()
+        self._buckets[parameters.layout.index].publish(written)
 
     def prepare_update(self, parameters: ParameterBucket) -> None:
         """In backward: have one bucket as `prepare_step` has all of them."""

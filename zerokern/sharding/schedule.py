@@ -62,8 +62,7 @@ class ExecutionOrder:
 
 
 def _following(order: Sequence[str], name: str, position: int) -> Sequence[str]:
-    """Return what follows a unit that is used at a position, or wherever else the last
-    iteration has used it."""
+    """Return what follows a unit, used at a position or wherever else it was."""
     if order[position : position + 1] != [name]:
         if name not in order:
             return []
@@ -151,14 +150,8 @@ class UnitSchedule:
         *,
         overlap: bool,
     ) -> None:
-        """Prepare.
-
-        Args:
-            parameters: the units.
-            modules: of every unit, by name, the model first.
-            gradients: of all trainable buckets.
-            overlap: prefetch.
-        """
+        """Prepare. `modules` are those of all units, the model first; `gradients` are
+        all trainable buckets; `overlap` is whether to prefetch."""
         self._parameters, self._units = parameters, parameters.units
         self._modules, self._overlap = dict(modules), overlap
         self._backward = {
@@ -187,10 +180,13 @@ class UnitSchedule:
                 self._handles.add(hook)
                 hook = ModuleHook(module, self, after, name).after_forward()
                 self._handles.add(hook)
-        gather = UnitSchedule._gather_beside
+        gather, leave = UnitSchedule._gather_beside, UnitSchedule._leave_beside
         for name, module in called_beside(self._modules, self._units):
             hook = ModuleHook(module, self, gather, name).before_forward()
             self._handles.add(hook)
+            if name != ROOT:
+                hook = ModuleHook(module, self, leave, name).after_forward()
+                self._handles.add(hook)
 
     def add(self, gradients: Sequence[GradientBucket]) -> None:
         """Take buckets of parameters that are trained from now on."""
@@ -263,8 +259,10 @@ class UnitSchedule:
             for tensor in watched:
                 tensor.register_hook(comes)
 
-    def _gather_beside(self, name: str, *_: Any) -> None:
+    def _gather_beside(self, name: str, module: nn.Module, *_: Any) -> None:
         unit = self._units[name]
+        if name != ROOT and name not in self._inside:
+            self._parameters.saved.enter(module)
         if unit.state is UnitState.WHOLE:
             return
         beside, self._beside = self._beside, unit
@@ -274,10 +272,13 @@ class UnitSchedule:
         if name == ROOT:
             self._beside = None
 
+    def _leave_beside(self, name: str, module: nn.Module, *_: Any) -> None:
+        self._parameters.saved.leave(module)
+
     @contextmanager
     def calling(self, module: nn.Module, args: Any, kwargs: Any) -> Iterator[list[Any]]:
-        """Gather around a method of a module as around its forward; the method may call
-        forwards. The body puts its output into the list."""
+        """Gather around a method of a module as around its forward. The body puts its
+        output into the list."""
         name = ROOT
         for title, candidate in self._modules.items():
             if title != ROOT and any(module is inner for inner in candidate.modules()):
@@ -329,9 +330,8 @@ class UnitSchedule:
                 self._advance(unit)
 
     def _advance(self, unit: Unit) -> None:
-        """Backward is in a unit. All ranks come to the units in one order, while which
-        gradients arrive may differ. So this is where reductions are launched, lest they
-        cross with gathers."""
+        """Backward is in a unit. All ranks come to units in one order, while which
+        gradients arrive may differ. So reductions are launched here."""
         assert self._reducer is not None
         # The outputs of units may be outputs of the model, too.
         if unit.name == ROOT:

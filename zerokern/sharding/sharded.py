@@ -117,15 +117,16 @@ class ShardedParameters:
     def prepare_update(self, parameters: ParameterBucket) -> None:
         """In backward, too, an update needs the shard only."""
 
-    def updated(self, parameters: ParameterBucket, *, in_backward: bool) -> None:
-        """The shard of a bucket was updated. Nothing is sent: forward gathers."""
-        if in_backward:
+    def updated(
+        self, parameters: ParameterBucket, written: Sequence[nn.Parameter]
+    ) -> None:
+        """The shard of a bucket was updated. Nothing is sent: forward gathers. What
+        autograd has saved of it is out of date."""
+        if written:
             self.units[parameters.layout.unit].note_update()
 
     def end_step(self) -> None:
-        """All shards were updated: what autograd has saved is out of date."""
-        for unit in self.units.values():
-            unit.note_update()
+        """All shards were updated."""
 
     def recover(self) -> None:
         """Outside of forward and backward: reshard what was left whole."""

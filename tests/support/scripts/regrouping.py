@@ -59,10 +59,6 @@ def _clear_a_group(optimizer: Any, model: nn.Module) -> None:
     optimizer.param_groups[1]["params"].clear()
 
 
-def _clear_all(optimizer: Any, model: nn.Module) -> None:
-    optimizer.param_groups.clear()
-
-
 def _take_some_out(optimizer: Any, model: nn.Module) -> None:
     del optimizer.param_groups[1]["params"][3:7]
 
@@ -128,7 +124,7 @@ EDITS: dict[str, Edit] = {
     f.__name__.strip("_").replace("_", " "): f
     for f in (
         *(_reverse, _sort, _sort_inside, _pop, _pop_the_first, _clear_a_group),
-        *(_clear_all, _take_some_out, _take_some_out_by_a_new_list, _move_one),
+        *(_take_some_out, _take_some_out_by_a_new_list, _move_one),
         *(_swap_two, _replace_a_dict, _split_a_group, _join_all, _one_group_each),
         *(_options, _leave_and_come_back_by_another_group),
     )
@@ -145,8 +141,19 @@ def _looped(edit: Edit) -> Callable[[Run], None]:
             run.model.zero_grad()
             run.backward(step)
             run.step()
+        put_back(run)
 
     return loop
+
+
+def put_back(run: Run) -> None:
+    """Put back what was taken out: torch's state_dict fails over what is in no
+    group."""
+    groups = run.optimizer.param_groups
+    known = {id(p) for group in groups for p in group["params"]}
+    missing = [p for p in run.model.parameters() if id(p) not in known]
+    if missing:
+        run.optimizer.add_param_group({"params": missing})
 
 
 for _name, _edit in EDITS.items():
@@ -161,7 +168,7 @@ def taken_out_and_put_back(run: Run) -> None:
     """It keeps its state and its number of steps."""
     group = run.optimizer.param_groups[1]
     iterate(run, range(2))
-    taken, group["params"] = group["params"][4:8], group["params"][:4]
+    taken, group["params"] = group["params"][4:], group["params"][:4]
     for step in range(2, 4):
         run.optimizer.zero_grad()
         run.model.zero_grad()
@@ -178,12 +185,11 @@ def taken_out_with_a_gradient_and_put_back(run: Run) -> None:
     group = run.optimizer.param_groups[2]
     iterate(run, range(2))
     run.optimizer.param_groups.pop()
-    for step in range(2, 4):
-        run.optimizer.zero_grad()
-        run.backward(step)
-        run.step()
+    run.optimizer.zero_grad()
+    run.backward(2)
+    run.step()
     run.optimizer.param_groups.append(group)
-    run.backward(4)
+    run.backward(3)
     run.step()
 
 
@@ -197,6 +203,7 @@ def each_group_in_turn(run: Run) -> None:
         run.backward(step)
         run.step()
     run.optimizer.param_groups = groups
+    iterate(run, [6])
 
 
 @script(**OPTIONS)

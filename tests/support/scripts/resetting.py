@@ -77,8 +77,9 @@ def _replaced_by_multiples(optimizer: Any, model: nn.Module) -> None:
 
 def _new_entries(optimizer: Any, model: nn.Module) -> None:
     for param, entry in list(optimizer.state.items()):
-        optimizer.state[param] = {n: v.clone() for n, v in entry.items()}
-        optimizer.state[param]["exp_avg"] *= 0.5
+        copied = {n: v.clone() for n, v in entry.items() if isinstance(v, Tensor)}
+        copied["exp_avg"] *= 0.5
+        optimizer.state[param] = copied
 
 
 def _steps_set_back(optimizer: Any, model: nn.Module) -> None:
@@ -95,15 +96,6 @@ def _steps_filled_in_place(optimizer: Any, model: nn.Module) -> None:
 def _loaded_empty(optimizer: Any, model: nn.Module) -> None:
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": {}, "param_groups": groups})
-
-
-def _with_something_of_ones_own(optimizer: Any, model: nn.Module) -> None:
-    """Which stays, also where the rest goes."""
-    for index, param in enumerate(model.parameters()):
-        if index % 2:
-            optimizer.state[param] = {"note": index}
-        else:
-            optimizer.state[param]["note"] = index
 
 
 RESETS: dict[str, Reset] = {
@@ -165,7 +157,7 @@ def reset_between_a_bound_and_the_step(run: Run) -> None:
 
 @script(**DULL)
 def reset_every_other_step(run: Run) -> None:
-    for step in range(6):
+    for step in range(5):
         run.optimizer.zero_grad()
         run.backward(step)
         run.step()
@@ -194,12 +186,16 @@ def _of(entry: dict[str, Any], name: str) -> Tensor:
 
 @script(**DULL)
 def something_of_ones_own_in_the_state(run: Run) -> None:
+    """It stays, also where moments go."""
+    params = list(run.model.parameters())
     for step in range(4):
         if step == 2:
-            _with_something_of_ones_own(run.optimizer, run.model)
+            for index, param in enumerate(params):
+                run.optimizer.state[param]["note"] = index
+        if step == 3:
+            _replaced_by_zeros(run.optimizer, run.model)
         run.optimizer.zero_grad()
         run.backward(step)
         run.step()
-    params = list(run.model.parameters())
     for index, param in enumerate(params):
         assert run.optimizer.state[param].pop("note") == index

@@ -1,0 +1,183 @@
+"""Buffers of modules, which differ by rank where each rank has drawn its own: with the
+model known, all ranks start with those of rank 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from marks import at_worlds, in_stages
+from oracle import differing, rank, sharded
+from registry import cases_of
+from torch import Tensor, nn
+from units import WIDTH, Unit, batch, squares
+
+case = cases_of("parameters")
+
+DRAWN: dict[str, Any] = {
+    "features": lambda r: torch.full((WIDTH, WIDTH), 0.5 + r),
+    "scalar": lambda r: torch.tensor(2.0 + r),
+    "counter": lambda r: torch.tensor(r),
+    "table": lambda r: torch.arange(6) * (r + 1),
+    "bytes": lambda r: torch.full((3,), 7 + r, dtype=torch.uint8),
+    "mask": lambda r: torch.arange(5) > r,
+    "flag": lambda r: torch.tensor(r == 0),
+    "waves": lambda r: torch.full((4,), complex(r, 1), dtype=torch.complex128),
+    "narrow waves": lambda r: torch.full((2, 3), complex(1, r)),
+    "half": lambda r: torch.full((3,), 0.25 * r, dtype=torch.float16),
+    "brain": lambda r: torch.full((), 0.5 + r, dtype=torch.bfloat16),
+    "double": lambda r: torch.full((2,), 1e-3 * r, dtype=torch.float64),
+    "strided": lambda r: torch.full((4, 3), r - 5.0).t(),
+    "empty": lambda r: torch.zeros(0),
+}
+"""One of each kind, of a rank."""
+
+
+class Buffered(nn.Module):
+    """Has all of these, and a norm with statistics; a unit has one, too."""
+
+    def __init__(self, of_rank: int) -> None:
+        super().__init__()
+        for index, (name, draw) in enumerate(DRAWN.items()):
+            key = name.replace(" ", "_")
+            self.register_buffer(key, draw(of_rank), persistent=index % 2 == 0)
+        self.units = nn.ModuleList(Unit() for _ in range(2))
+        self.units[1].register_buffer("noise", torch.full((WIDTH,), 1.0 + of_rank))
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.norm.running_mean += of_rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            x = unit(torch.sin(x @ self.features))
+        return self.norm(x) * self.units[1].noise
+
+
+def buffered(of_rank: int) -> Buffered:
+    torch.manual_seed(0)
+    return Buffered(of_rank)
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: b.detach().clone() for name, b in model.named_buffers()}
+
+
+def sent(optimizer: Any) -> list[str]:
+    """Return what was broadcast at construction."""
+    return [call.unit for call in optimizer.comm_log() if call.op == "broadcast"]
+
+
+@case
+def drawn_by_each_rank(stage: int) -> Any:
+    """Return what was sent, and where buffers differ from rank 0's, at first and after
+    a step."""
+    model = buffered(rank())
+    strides = {name: b.stride() for name, b in model.named_buffers()}
+    objects = {name: id(b) for name, b in model.named_buffers()}
+    optimizer = sharded(model, stage, **({} if stage == 3 else {"model": model}))
+    first = differing(buffers_of(model), buffers_of(buffered(0)))
+    same = strides == {name: b.stride() for name, b in model.named_buffers()}
+    same &= objects == {name: id(b) for name, b in model.named_buffers()}
+    squares(model(batch(0, 0))).backward()
+    optimizer.step()
+    return sent(optimizer), first, same, buffers_of(model)
+
+
+@at_worlds
+@in_stages
+def test_all_ranks_start_with_the_buffers_of_rank_0(stage: int, at: int) -> None:
+    """Of every dtype and shape, in place."""
+    results = case.done(at)["drawn_by_each_rank", stage]
+    for _, first, same, _ in results:
+        assert first == []
+        assert same
+    for *_, buffers in results[1:]:
+        assert differing(buffers, results[0][-1]) == []
+
+
+@at_worlds
+@in_stages
+def test_only_what_differs_is_sent(stage: int, at: int) -> None:
+    """Each once; not what has no elements."""
+    names = {n for n, b in buffered(0).named_buffers() if b.numel()}
+    equal = {"norm.running_var", "norm.num_batches_tracked"}
+    for result in case.done(at)["drawn_by_each_rank", stage]:
+        assert sorted(result[0]) == (sorted(names - equal) if at > 1 else [])
+
+
+@case
+def equal_on_all_ranks(stage: int) -> Any:
+    model = buffered(0)
+    before = buffers_of(model)
+    optimizer = sharded(model, stage, **({} if stage == 3 else {"model": model}))
+    return sent(optimizer), differing(buffers_of(model), before)
+
+
+@at_worlds
+@in_stages
+def test_equal_buffers_are_not_sent(stage: int, at: int) -> None:
+    for broadcast, changed in case.done(at)["equal_on_all_ranks", stage]:
+        assert broadcast == changed == []
+
+
+@case
+def of_one_rank_only(stage: int) -> Any:
+    """The last rank alone has drawn something else, and only in a module that several
+    places share."""
+    model = nn.Module()
+    inner = Unit()
+    model.units = nn.ModuleList([inner, inner])
+    value = torch.full((3,), float(rank() == torch.distributed.get_world_size() - 1))
+    inner.register_buffer("shared", value if rank() else torch.zeros(3))
+    optimizer = sharded(model, stage, **({} if stage == 3 else {"model": model}))
+    return sent(optimizer), inner.shared.tolist()
+
+
+@at_worlds
+@in_stages
+def test_a_shared_buffer_is_sent_once(stage: int, at: int) -> None:
+    for broadcast, value in case.done(at)["of_one_rank_only", stage]:
+        assert broadcast == (["units.0.shared"] if at > 1 else [])
+        assert value == [0.0] * 3
+
+
+@case(stages=(1, 2))
+def without_the_model(stage: int) -> Any:
+    """Parameters are all that the optimizer knows of."""
+    model = buffered(rank())
+    optimizer = sharded(model, stage)
+    return sent(optimizer), differing(buffers_of(model), buffers_of(buffered(rank())))
+
+
+@at_worlds
+@pytest.mark.parametrize("stage", (1, 2), ids="stage{}".format)
+def test_buffers_are_left_alone_without_the_model(stage: int, at: int) -> None:
+    for broadcast, changed in case.done(at)["without_the_model", stage]:
+        assert broadcast == changed == []
+
+
+@case
+def taken_over(stage: int) -> Any:
+    """Statistics that ranks have gathered on their own are made equal again when a
+    newer optimizer is built."""
+    model = buffered(0)
+    options = {} if stage == 3 else {"model": model}
+    first = sharded(model, stage, **options)
+    model(batch(0, rank()))
+    mean = model.norm.running_mean.clone()
+    second = sharded(model, stage, **options)
+    squares(model(batch(1, 0))).backward()
+    second.step()
+    first.__class__  # noqa: B018 - it is alive until here
+    return mean, sent(second), model.norm.running_mean.clone()
+
+
+@at_worlds
+@in_stages
+def test_a_newer_optimizer_makes_them_equal_again(stage: int, at: int) -> None:
+    results = case.done(at)["taken_over", stage]
+    for mean, broadcast, after in results:
+        assert torch.equal(after, results[0][2])
+        if at > 1:
+            assert {"norm.running_mean", "norm.running_var"} <= set(broadcast)
+            assert torch.equal(mean, results[0][0]) == (mean is results[0][0])
