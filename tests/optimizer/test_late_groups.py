@@ -30,9 +30,7 @@ def meet(folder: Path, name: str, at: int, of_rank: int) -> None:
     )
 
 
-def built_early(
-    stage: int, folder: Path, at: int, name: str
-) -> tuple[nn.Module, Any]:
+def built_early(stage: int, folder: Path, at: int, name: str) -> tuple[nn.Module, Any]:
     """Return a model and an optimizer that are older than the group that is there
     now."""
     of_rank = dist.get_rank()

@@ -29,7 +29,7 @@ class Clamped(Unit):
 
 
 class Written(Clamped):
-    """Writes through .data, which torch does not count."""
+    """Writes through a detached one, of which torch knows all the same."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bound is not None:
@@ -69,7 +69,11 @@ def tokens_of(step: int) -> Tensor:
 
 MODELS: dict[str, Any] = {
     "clamped": (lambda: Stack(Clamped, 2), "units.0.weight", lambda s: batch(s, 0)),
-    "by detach": (lambda: Stack(Written, 2), "units.0.inner.bias", lambda s: batch(s, 0)),
+    "by detach": (
+        lambda: Stack(Written, 2),
+        "units.0.inner.bias",
+        lambda s: batch(s, 0),
+    ),
     "max_norm": (Embedded, "tables.0.weight", tokens_of),
     "max_norm in the root": (InRoot, "table.weight", tokens_of),
 }
@@ -207,15 +211,15 @@ def test_a_forward_may_write_inside_of_full_params(stage: int, at: int) -> None:
 
 
 class WritesInBackward(Unit):
-    """A hook on its output writes to the weight while backward is in the unit."""
+    """A hook on what it has computed writes to a weight, while backward is in it."""
 
     writes = True
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        if self.writes and y.requires_grad:
-            y.register_hook(self._write)
-        return y
+    def hidden(self, x: Tensor) -> Tensor:
+        hidden = super().hidden(x)
+        if self.writes:
+            hidden.register_hook(self._write)
+        return hidden
 
     def _write(self, gradient: Tensor) -> None:
         with torch.no_grad():

@@ -96,7 +96,7 @@ class Coordinator:
         self._joined: Join | None = None
         """Inside of `join`."""
         self._written: dict[int, list[nn.Parameter]] = {}
-        """By bucket, the parameters that the coming update writes to."""
+        """By bucket, what the coming update writes to."""
         self._synchronized: list[int] = []
         """Generations of the gradients whose norm was gathered."""
 
@@ -128,8 +128,7 @@ class Coordinator:
         ranks do so, outside of backward.
 
         Args:
-            layout: the one so far, or one grown from it.
-            handles: of its parameters, with their new places.
+            layout, handles: those so far, or grown from them.
             groups: torch's param groups.
         """
         old = self.layout.buckets
@@ -184,8 +183,7 @@ class Coordinator:
     # ---------------------------------------------------------------- the step
 
     def synchronize(self) -> bool:
-        """Have all gradients reduced and the small vector exchanged. Return False if
-        that was so already."""
+        """Have all gradients reduced and their norm; return False if it was known."""
         if self._has_no_group:
             self.transport.groups.check_current()
         self.parameters.prepare_step()
@@ -256,12 +254,11 @@ class Coordinator:
         max_norm: float | Tensor | None = None,
         loss_scale: Tensor | None = None,
     ) -> None:
-        """Update every bucket in one launch each, and send the result on its way. The
-        gradients are reduced.
+        """Update every bucket in one launch each, and send the result on its way.
 
         Args:
             max_norm: clip to this total norm.
-            loss_scale: what the gradients were multiplied with.
+            loss_scale: what the reduced gradients were multiplied with.
         """
         if self.parameters.shows_all:
             raise RuntimeError(

@@ -300,7 +300,7 @@ class GradientBucket:
         self.is_final = False
         wanted = False
         if self.state is BucketState.UPDATED:
-            self.state = BucketState.LOCAL
+            self.slots[0].refuse_dropped()
         for slot in self.slots:
             wanted |= slot.look() is not Seen.GONE
         if self._shows and not wanted:

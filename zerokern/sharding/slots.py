@@ -175,6 +175,20 @@ class GradientSlot:
             " gradients only: build the embedding with sparse=False"
         )
 
+    def refuse_dropped(self) -> None:
+        """Refuse to drop a gradient that was used in backward.
+
+        Raises:
+            RuntimeError: always; names the parameter and the remedy.
+        """
+        raise RuntimeError(
+            f"gradients were zeroed before step(), and {self.handle.name!r} was updated"
+            " by them already: Buckets(update_in_backward=True) updates in every"
+            " backward outside of no_sync(). Freeze the parameters or leave"
+            " update_in_backward out where a backward is not for this optimizer, such"
+            " as a generator's through its discriminator"
+        )
+
     def refuse_late(self) -> None:
         """Refuse a gradient that comes after the update in backward.
 

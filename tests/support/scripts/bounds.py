@@ -76,7 +76,8 @@ def a_bound_in_every_micro_batch(run: Run) -> None:
     for step in range(3):
         run.optimizer.zero_grad()
         for micro in range(3):
-            run.backward(10 * step + micro, lambda r, m=micro: 5.0**m * run.loss(m, r))
+            index = 10 * step + micro
+            run.backward(index, lambda r, i=index, m=micro: 5.0**m * run.loss(i, r))
             run.clip(0.1)
         run.step()
 
@@ -122,6 +123,24 @@ def a_bound_before_a_backward_of_other_parts(run: Run) -> None:
         run.clip(0.1)
         run.backward(step + 10, use="right", order=(1,))
         run.clip(INF)
+        run.step()
+
+
+@script(**DULL)
+def a_bound_where_gradients_are_never_zeroed(run: Run) -> None:
+    """What was clipped for one step is there, clipped, in the next one."""
+    for step in range(4):
+        run.backward(step)
+        run.clip(0.1)
+        run.step()
+
+
+@script(**DULL)
+def a_bound_before_two_steps_of_one_gradient(run: Run) -> None:
+    for step in range(2):
+        _begin(run, step)
+        run.clip(0.1)
+        run.step()
         run.step()
 
 
@@ -265,7 +284,7 @@ def every_element_bounded_and_never_zeroed(run: Run) -> None:
         run.step()
 
 
-# ------------------------------------------------------------------- in an unusual place
+# ------------------------------------------------------------------ in an unusual place
 
 
 @script(**DULL)

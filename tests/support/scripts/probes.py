@@ -80,13 +80,13 @@ def _balanced(run: Run) -> None:
         run.step()
 
 
-for _name, _buckets in {"updates in backward": EARLY, "late gathers": LATE}.items():
-    script(
-        f"two losses balanced, {_name}", stages=(1, 2), buckets=_buckets, **SMOOTH
-    )(_balanced)
+script("two losses balanced, updates in backward", buckets=EARLY, **SMOOTH)(_balanced)
+script("two losses balanced, late gathers", stages=(1, 2), buckets=LATE, **SMOOTH)(
+    _balanced
+)
 
 
-# ------------------------------------------------------------------ when it is asked for
+# ----------------------------------------------------------------- when it is asked for
 
 
 @script(**SMOOTH)
@@ -177,7 +177,7 @@ def a_probe_on_the_first_rank_only(run: Run) -> None:
         run.step()
 
 
-# ------------------------------------------------------------------- how it is asked for
+# ------------------------------------------------------------------ how it is asked for
 
 
 @script(**SMOOTH)

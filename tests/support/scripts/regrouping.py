@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from oracle import Run
 from registry import script
-from scripts.thawing import iterate, of_part
 from torch import nn
+
+from scripts.thawing import iterate, of_part
 
 Edit = Callable[[Any, nn.Module], Any]
 """Of an optimizer, between two steps."""
@@ -265,6 +266,29 @@ def edited_then_saved_and_loaded(run: Run) -> None:
     iterate(run, range(4, 5))
     optimizer.load_state_dict(saved)
     iterate(run, range(5, 7))
+
+
+@script(**OPTIONS)
+def edited_after_the_last_step(run: Run) -> None:
+    """What is saved then follows the groups as they are."""
+    iterate(run, range(2))
+    _swap_two(run.optimizer, run.model)
+    _reverse(run.optimizer, run.model)
+
+
+@script(**OPTIONS)
+def loaded_right_after_an_edit(run: Run) -> None:
+    optimizer = run.optimizer
+    save = optimizer.state_dict if run.torch else optimizer.full_state_dict
+    iterate(run, range(2))
+    _sort_inside(optimizer, run.model)
+    saved = copy.deepcopy(save())
+    iterate(run, range(2, 4))
+    for group in optimizer.param_groups:
+        group["params"].reverse()
+    _sort_inside(optimizer, run.model)
+    optimizer.load_state_dict(saved)
+    iterate(run, range(4, 5))
 
 
 @script(**OPTIONS)

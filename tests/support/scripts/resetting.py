@@ -4,6 +4,7 @@ as torch's users do it."""
 from __future__ import annotations
 
 import collections
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 import torch
 from oracle import Run
 from registry import script
-from scripts.regrouping import three_groups
 from torch import Tensor, nn
+
+from scripts.regrouping import three_groups
 
 Reset = Callable[[Any, nn.Module], Any]
 MOMENTS = "exp_avg", "exp_avg_sq"
@@ -163,6 +165,31 @@ def reset_every_other_step(run: Run) -> None:
         run.step()
         if step % 2:
             _emptied_each(run.optimizer, run.model)
+
+
+@script(**DULL)
+def reset_after_the_last_step(run: Run) -> None:
+    """What is saved then is empty, or zeros."""
+    for step in range(2):
+        run.optimizer.zero_grad()
+        run.backward(step)
+        run.step()
+    _deleted_some(run.optimizer, run.model)
+
+
+@script(**DULL)
+def reset_and_loaded(run: Run) -> None:
+    """What was loaded stays."""
+    optimizer = run.optimizer
+    save = optimizer.state_dict if run.torch else optimizer.full_state_dict
+    for step in range(4):
+        run.optimizer.zero_grad()
+        run.backward(step)
+        run.step()
+        if step == 1:
+            saved = copy.deepcopy(save())
+            optimizer.state.clear()
+            optimizer.load_state_dict(saved)
 
 
 @script(**DULL)

@@ -56,7 +56,7 @@ def iterate(run: Run, steps: Iterable[int], **forward: Any) -> None:
         run.rest()
 
 
-# ----------------------------------------------------------------------- which, and when
+# ---------------------------------------------------------------------- which, and when
 
 
 def a_backbone_is_thawed(run: Run) -> None:
@@ -65,9 +65,12 @@ def a_backbone_is_thawed(run: Run) -> None:
     iterate(run, range(2, 4))
 
 
+LAST_TO_FIRST = "blocks.2", "blocks.1", "blocks.0", "embedding"
+
+
 def from_the_last_to_the_first(run: Run) -> None:
     """A unit more in each step, at last the embedding."""
-    for step, part in enumerate(("", "blocks.2", "blocks.1", "blocks.0", "embedding")):
+    for step, part in enumerate(("", *LAST_TO_FIRST)):
         if part:
             thaw(run.model, part)
         iterate(run, [step])
@@ -271,6 +274,34 @@ def a_state_of_before_the_thaw_is_loaded(run: Run) -> None:
 
 
 @script(build=frozen("blocks"), **SMOOTH)
+def a_run_is_resumed_after_its_thaw(run: Run) -> None:
+    """Thawed as it was, then loaded, before any step."""
+    iterate(run, range(2))
+    thaw(run.model, "blocks")
+    iterate(run, range(2, 4))
+    saved = _saved(run)
+    freeze(run.model, "blocks")
+    iterate(run, range(4, 5))
+    thaw(run.model, "blocks")
+    run.optimizer.load_state_dict(saved)
+    iterate(run, range(5, 6))
+
+
+@script(build=frozen("blocks"), **SMOOTH)
+def loaded_right_after_a_first_thaw(run: Run) -> None:
+    """A state of many steps for parameters that had none yet."""
+    iterate(run, range(2))
+    thaw(run.model, "blocks")
+    saved = _saved(run)
+    params = [p for group in run.optimizer.param_groups for p in group["params"]]
+    for index, param in enumerate(params):
+        filled = {n: torch.full(param.shape, 0.01) for n in ("exp_avg", "exp_avg_sq")}
+        saved["state"][index] = {"step": torch.tensor(9.0), **filled}
+    run.optimizer.load_state_dict(saved)
+    iterate(run, range(2, 4))
+
+
+@script(build=frozen("blocks"), **SMOOTH)
 def thawed_before_evaluation(run: Run) -> None:
     iterate(run, range(2))
     thaw(run.model, "blocks")
@@ -338,7 +369,9 @@ def weights_are_added_that_were_never_frozen(run: Run) -> None:
     """They have gradients from the start, which nobody averages or zeroes before."""
     for step in range(6):
         if step in (2, 3):
-            names = ("blocks.0", "blocks.1") if step == 2 else ("em", "head", "blocks.2")
+            names = (
+                ("blocks.0", "blocks.1") if step == 2 else ("em", "head", "blocks.2")
+            )
             params = [p for n in names for p in of_part(run.model, n) if p.dim() > 1]
             run.optimizer.add_param_group({"params": params, "lr": 2e-3 * step})
         run.model.zero_grad()
