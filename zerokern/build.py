@@ -71,7 +71,7 @@ def blueprint(
     device = params[0].device if initial is None else initial.device
     transport = Transport(groups, device)
     handles = ParamHandles(chosen, params, [places.get(id(p), NOWHERE) for p in params])
-    _agree(transport, _description(handles, chosen, rule, precision))
+    _agree(transport, _description(handles, chosen, rule, precision, model))
     return Blueprint(
         chosen,
         handles,
@@ -132,7 +132,7 @@ def follow(
     grown = ParamHandles(
         chosen, everyone, [places.get(id(p), NOWHERE) for p in everyone]
     )
-    lines = _description(grown, chosen, rule, blueprint.precision)
+    lines = _description(grown, chosen, rule, blueprint.precision, None)
     _agree(blueprint.transport, lines)
     coordinator.follow(chosen, grown, param_groups)
 
@@ -220,6 +220,7 @@ def _description(
     chosen: layout.Layout,
     rule: UpdateRule,
     precision: Precision,
+    model: nn.Module | None,
 ) -> list[str]:
     """Return what all ranks must agree on, a line each."""
     lines = chosen.lines()
@@ -227,6 +228,8 @@ def _description(
     for handle in handles:
         place = f"param group {handle.group}, position {handle.position}"
         lines.append(f"place of {handle.name!r}: {place}")
+    for name, buffer in () if model is None else model.named_buffers():
+        lines.append(f"buffer {name!r}: shape {tuple(buffer.shape)}, {buffer.dtype}")
     return lines
 
 

@@ -149,7 +149,8 @@ class ShardedOptimizer(Optimizer):
         with torch.no_grad():
             edits.adopt(self.state, state.reset)
             if coordinator.groups is not groups or not edits.has_members(groups):
-                build.follow(coordinator, groups, self._rule(groups))
+                rule = self._rule(groups) if groups else coordinator.blueprint.rule
+                build.follow(coordinator, groups, rule)
                 edits.note_groups(groups, coordinator.handles)
                 edits.show(self.state, state.by_param())
         return coordinator

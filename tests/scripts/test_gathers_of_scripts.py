@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import ranks
 from scripts import SCRIPTS
+from scripts.containers import MODELS
 from scripts.nested_checkpoints import KINDS
 
 at_several = pytest.mark.parametrize("at", ranks.worlds(3, rarely=2))
@@ -72,3 +73,50 @@ def test_a_wrong_guess_costs_gathers_only(at: int) -> None:
             found = gathers(result, step)
             assert found["root"] == found["blocks.2"] == 2
             assert all(count <= 4 for count in found.values())
+
+
+SEVERAL_CALLS = ("sequentials walked and called", "sequentials walked in turns")
+"""Models that come back to a unit after it was left: it is gathered again, as a unit is
+that is called twice."""
+
+
+@at_several
+@pytest.mark.parametrize("name", [n for n in MODELS if n not in SEVERAL_CALLS])
+def test_units_that_are_walked_through_are_gathered_twice(name: str, at: int) -> None:
+    """As those that are called, and from the first step on; what nobody calls is no
+    unit."""
+    for result in SCRIPTS.played(at)[f"units: {name}", 3]:
+        for step in range(3):
+            found = gathers(result, step)
+            assert found and set(found.values()) == {2}
+
+
+@at_several
+def test_units_that_are_called_and_walked_by_turns_are_gathered_twice(at: int) -> None:
+    for result in SCRIPTS.played(at)["units_called_and_walked_by_turns", 3]:
+        for step in range(4):
+            units = ["layers.0", "layers.1", "layers.2", "root"]
+            assert gathers(result, step) == dict.fromkeys(units, 2)
+
+
+@at_several
+def test_units_in_containers(at: int) -> None:
+    """Children of a container in a list, down to what has a forward; parameters that
+    lie in no module with a forward are the root's."""
+    played = SCRIPTS.played(at)
+    for name, units in {
+        "dicts": ["layers.0.mix", "layers.0.norm"],
+        "parameter lists": [],
+        "lists": ["layers.0.0", "layers.0.1"],
+        "modules without forward": ["layers.0.up", "layers.0.down"],
+        "nested containers": [
+            "layers.0.units.0",
+            "layers.0.units.1",
+            "layers.0.walked",
+        ],
+        "sequentials of sequentials": ["layers.0"],
+    }.items():
+        for result in played[f"units: {name}", 3]:
+            found = gathers(result, 1)
+            assert {u for u in found if u.startswith("layers.0")} == set(units), name
+            assert "root" in found

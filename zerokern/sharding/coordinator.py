@@ -299,8 +299,7 @@ class Coordinator:
         raise AssertionError("every trainable parameter has a bucket")
 
     def gather_gradient(self, index: int) -> Tensor:
-        """Return the reduced gradient of a parameter, by its index in the layout, whole
-        and in fp32. All ranks must call it."""
+        """Return a parameter's reduced gradient, whole, fp32. All ranks must do so."""
         handle = self.handles[index]
         bucket = self.gradients_of(handle)
         title = f"gradient {bucket.transfer.title}"
@@ -361,7 +360,8 @@ class Coordinator:
     def zero_grad(self) -> None:
         """Every p.grad was zeroed or set to None."""
         self.parameters.recover()
-        self.reducer.drop_zeroed()
+        if not self._idle:  # nobody zeroes what is in no group
+            self.reducer.drop_zeroed()
 
     def forget_gradients(self) -> None:
         """Set every p.grad to None."""

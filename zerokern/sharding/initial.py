@@ -9,8 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import swap_tensors
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..transport import Transport
+
+COLUMNS = 64
+"""Of the table that a checksum makes of a tensor's words."""
 
 
 class Initial:
@@ -213,7 +217,7 @@ def make_equal(
 def make_buffers_equal(model: nn.Module, transport: Transport) -> None:
     """Give every rank the buffers of rank 0, as DDP does at construction; what is equal
     already is not sent."""
-    named = [(n, b) for n, b in model.named_buffers() if b.numel() and not b.is_meta]
+    named = [(name, b) for name, b in model.named_buffers() if _is_plain(b)]
     if transport.groups.alone or not named:
         return
     with torch.no_grad():
@@ -223,18 +227,39 @@ def make_buffers_equal(model: nn.Module, transport: Transport) -> None:
             return
         for index, (name, buffer) in enumerate(named):
             if (gathered[:, index] != gathered[0, index]).any():
-                value = buffer.detach().to(transport.device, copy=True).contiguous()
-                transport.broadcast(value, name)
+                value = _resolved(buffer).to(transport.device, copy=True)
+                # As bytes: back ends do not know every dtype.
+                transport.broadcast(value.view(-1).view(torch.uint8), name)
                 buffer.copy_(value)
 
 
+def _is_plain(buffer: Tensor) -> bool:
+    is_wrapper = is_traceable_wrapper_subclass(buffer)
+    is_dense = buffer.layout == torch.strided and not buffer.is_meta
+    return bool(is_dense and not is_wrapper and buffer.numel())
+
+
 def checksum(tensor: Tensor) -> Tensor:
-    """Return an int64 sum of a tensor's bytes as words: equal tensors have equal
-    sums."""
-    flat = tensor.detach().contiguous().view(-1)
-    words = flat.view(
-        {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(
-            tensor.element_size(), torch.int64
-        )
-    )
-    return words.sum(dtype=torch.int64)
+    """Return an int64 that tells a tensor's bytes and their order: sums of its words,
+    each word weighted by its place."""
+    words = _resolved(tensor).view(-1).view(_words_of(tensor))
+    size = words.numel() // COLUMNS * COLUMNS
+    table, tail = words[:size].view(-1, COLUMNS), words[size:]
+    total = _weighted(tail.to(torch.int64), 1)
+    total = total + _weighted(table.sum(1, dtype=torch.int64), 3)
+    return total + _weighted(table.sum(0, dtype=torch.int64), 5)
+
+
+def _resolved(tensor: Tensor) -> Tensor:
+    """Return a tensor whose memory is its values, row by row."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _words_of(tensor: Tensor) -> torch.dtype:
+    sizes = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+    return sizes.get(tensor.element_size(), torch.int64)
+
+
+def _weighted(words: Tensor, first: int) -> Tensor:
+    places = torch.arange(words.numel(), device=words.device)
+    return (words * (2 * places + first)).sum()

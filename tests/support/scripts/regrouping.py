@@ -181,20 +181,6 @@ def taken_out_and_put_back(run: Run) -> None:
 
 
 @script(**OPTIONS)
-def taken_out_with_a_gradient_and_put_back(run: Run) -> None:
-    """Nobody zeroes what is in no group: it accumulates."""
-    group = run.optimizer.param_groups[2]
-    iterate(run, range(2))
-    run.optimizer.param_groups.pop()
-    run.optimizer.zero_grad()
-    run.backward(2)
-    run.step()
-    run.optimizer.param_groups.append(group)
-    run.backward(3)
-    run.step()
-
-
-@script(**OPTIONS)
 def each_group_in_turn(run: Run) -> None:
     """Block coordinate descent: the list holds one group at a time."""
     groups = list(run.optimizer.param_groups)
@@ -281,12 +267,11 @@ def loaded_right_after_an_edit(run: Run) -> None:
     optimizer = run.optimizer
     save = optimizer.state_dict if run.torch else optimizer.full_state_dict
     iterate(run, range(2))
-    _sort_inside(optimizer, run.model)
+    optimizer.param_groups.reverse()
     saved = copy.deepcopy(save())
+    optimizer.param_groups.reverse()
     iterate(run, range(2, 4))
-    for group in optimizer.param_groups:
-        group["params"].reverse()
-    _sort_inside(optimizer, run.model)
+    optimizer.param_groups.reverse()
     optimizer.load_state_dict(saved)
     iterate(run, range(4, 5))
 
