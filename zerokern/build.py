@@ -67,11 +67,17 @@ def blueprint(
         chosen = layout.bucketed(specs, groups.shards.size, buckets.bytes)
     if not groups.alone:
         checks.check_unwrapped(params)
-    initial = _initial(params, model, init, groups)
+    initial = _initial(
+        params,
+        model,
+        init,
+        groups,
+    )
     device = params[0].device if initial is None else initial.device
     transport = Transport(groups, device)
     handles = ParamHandles(chosen, params, [places.get(id(p), NOWHERE) for p in params])
-    _agree(transport, _description(handles, chosen, rule, precision, model))
+    lines = _description(handles, chosen, rule, precision, model)
+    _agree(transport, lines)
     return Blueprint(
         chosen,
         handles,
@@ -105,20 +111,13 @@ def follow(
     blueprint, handles = coordinator.blueprint, coordinator.handles
     params, names, places = _listed(param_groups)
     checks.check_edited(params, rule, blueprint.rule)
-    added = [
-        param
-        for param in params
-        if handles.find(param) is None and not is_traceable_wrapper_subclass(param)
-    ]
+    added = [param for param in params if handles.find(param) is None]
     for param in added:
         checks.check_param(names[id(param)], param)
         checks.check_added(names[id(param)], param, blueprint.transport.device)
-    units: dict[int, str] = {}
-    if blueprint.sharding.parameters and added:
-        assert blueprint.model is not None
-        names.update((id(p), name) for name, p in blueprint.model.named_parameters())
-        units = unit_of_params(blueprint.model, blueprint.buckets.units)
-        checks.check_units(added, blueprint.model, units, coordinator.unit_names())
+    added = [param for param in added if not is_traceable_wrapper_subclass(param)]
+    units = _units_of_added(added, coordinator, names)
+
     specs = []
     for handle, spec in zip(handles, coordinator.layout.params, strict=True):
         thawed = handle.param.requires_grad and id(handle.param) in places
@@ -128,13 +127,30 @@ def follow(
     if tuple(specs) != chosen.params:
         limit = None if blueprint.sharding.parameters else blueprint.buckets.bytes
         chosen = layout.grown(chosen, specs, limit)
+
     everyone = [*(handle.param for handle in handles), *added]
-    grown = ParamHandles(
-        chosen, everyone, [places.get(id(p), NOWHERE) for p in everyone]
-    )
+    places_ = [places.get(id(param), NOWHERE) for param in everyone]
+    grown = ParamHandles(chosen, everyone, places_)
     lines = _description(grown, chosen, rule, blueprint.precision, None)
     _agree(blueprint.transport, lines)
     coordinator.follow(chosen, grown, param_groups)
+
+
+def _units_of_added(
+    added: Sequence[nn.Parameter],
+    coordinator: Coordinator,
+    names: dict[int, str],
+) -> dict[int, str]:
+    """Return the unit of each parameter, and enter their names; nothing in stages 1 and
+    2."""
+    blueprint = coordinator.blueprint
+    if not (blueprint.sharding.parameters and added):
+        return {}
+    assert blueprint.model is not None
+    names.update((id(p), name) for name, p in blueprint.model.named_parameters())
+    units = unit_of_params(blueprint.model, blueprint.buckets.units)
+    checks.check_units(added, blueprint.model, units, coordinator.unit_names())
+    return units
 
 
 def _listed(
@@ -154,7 +170,11 @@ def _listed(
     return params, names, places
 
 
-def _spec(param: Tensor, name: str, units: Mapping[int, str]) -> layout.ParamSpec:
+def _spec(
+    param: Tensor,
+    name: str,
+    units: Mapping[int, str],
+) -> layout.ParamSpec:
     return layout.ParamSpec(
         name,
         tuple(param.shape),

@@ -26,7 +26,11 @@ Entry = dict[str, Any]
 class UserEdits:
     """Param groups and state as they were when the optimizer last looked."""
 
-    def __init__(self, groups: Groups, handles: ParamHandles) -> None:
+    def __init__(
+        self,
+        groups: Groups,
+        handles: ParamHandles,
+    ) -> None:
         """Look at the groups of a new optimizer."""
         self._members: list[int] = []
         """The number of parameters of each group, and these by id."""
@@ -41,7 +45,11 @@ class UserEdits:
         """What was put there: views of the shards."""
         self.note_groups(groups, handles)
 
-    def are_none(self, groups: Groups, state: State) -> bool:
+    def are_none(
+        self,
+        groups: Groups,
+        state: State,
+    ) -> bool:
         """Return whether all is as it was. Values of the state that were written to in
         place are. Called at every step, so all loops are C's."""
         members: list[int] = []
@@ -70,7 +78,11 @@ class UserEdits:
             thawed = any(param.requires_grad for param in self._frozen)
         return not thawed and _members(groups) == self._members
 
-    def note_groups(self, groups: Groups, handles: ParamHandles) -> None:
+    def note_groups(
+        self,
+        groups: Groups,
+        handles: ParamHandles,
+    ) -> None:
         """The optimizer has followed the groups."""
         self._members = _members(groups)
         self._frozen = []
@@ -80,14 +92,22 @@ class UserEdits:
                 if handle is None or handle.column < 0:
                     self._frozen.append(param)
 
-    def show(self, state: State, views: Mapping[nn.Parameter, Entry]) -> None:
+    def show(
+        self,
+        state: State,
+        views: Mapping[nn.Parameter, Entry],
+    ) -> None:
         """Put views of each parameter's state into `optimizer.state`."""
         self._params, self._views = list(views), list(views.values())
         for param, entry in views.items():
             state[param] = dict(entry)
         self._note_state(state)
 
-    def adopt(self, state: State, reset: Callable[[nn.Parameter], None]) -> None:
+    def adopt(
+        self,
+        state: State,
+        reset: Callable[[nn.Parameter], None],
+    ) -> None:
         """Take over what was emptied or replaced in the state, and show the views
         again. What users have added is theirs.
 

@@ -30,13 +30,22 @@ Clip = Callable[[Any, list[nn.Parameter]], Any]
 """Of an optimizer of ours, or of parameters by torch's functions if it is None."""
 
 
-def _norm(bound: float, order: float, optimizer: Any, params: list[Any]) -> Any:
+def _norm(
+    bound: float,
+    order: float,
+    optimizer: Any,
+    params: list[Any],
+) -> Any:
     if optimizer is None:
         return nn.utils.clip_grad_norm_(params, bound, order)
     return optimizer.clip_grad_norm_(bound, order)
 
 
-def _value(limit: float, optimizer: Any, params: list[Any]) -> Any:
+def _value(
+    limit: float,
+    optimizer: Any,
+    params: list[Any],
+) -> Any:
     if optimizer is None:
         return nn.utils.clip_grad_value_(params, limit)
     return optimizer.clip_grad_value_(limit)
@@ -87,7 +96,12 @@ def test_what_was_clipped_is_in_p_grad_and_noise_added_to_it_is_used(
     name: str, stage: int
 ) -> None:
     ours, theirs = models.toy(), models.toy()
-    optimizer = sharded(ours, stage, lr=1e-2, eps=1e-2)
+    optimizer = sharded(
+        ours,
+        stage,
+        lr=1e-2,
+        eps=1e-2,
+    )
     plain = torch.optim.AdamW(theirs.parameters(), lr=1e-2, eps=1e-2)
     for step in range(3):
         for model, o in ((ours, optimizer), (theirs, plain)):
@@ -107,7 +121,12 @@ def test_gradients_of_single_samples_are_clipped_and_summed(stage: int) -> None:
     """By hand, as torch's users do it: the optimizer clips each, p.grad is copied and
     zeroed, and the sum put back."""
     ours, theirs = models.toy(), models.toy()
-    optimizer = sharded(ours, stage, lr=1e-2, eps=1e-2)
+    optimizer = sharded(
+        ours,
+        stage,
+        lr=1e-2,
+        eps=1e-2,
+    )
     plain = torch.optim.AdamW(theirs.parameters(), lr=1e-2, eps=1e-2)
     for step in range(2):
         for model, o in ((ours, optimizer), (theirs, plain)):
@@ -133,7 +152,11 @@ def test_gradients_of_single_samples_are_clipped_and_summed(stage: int) -> None:
 NORMS = (2.0, 1.0, 3.0, INF)
 
 
-def _poisoned(stage: int | None, of: int, value: float) -> Any:
+def _poisoned(
+    stage: int | None,
+    of: int,
+    value: float,
+) -> Any:
     """Return a run after a backward whose gradient on the last rank is not finite."""
     run = short(stage, of)
     run.optimizer.zero_grad()
@@ -272,7 +295,11 @@ def test_metrics_tell_the_norm_before_all_bounds_and_the_tightest(
 # ------------------------------------------------------------------- under a loss scale
 
 
-def _unscaled(run: Any, ask: str, scale: float) -> None:
+def _unscaled(
+    run: Any,
+    ask: str,
+    scale: float,
+) -> None:
     """Train with a loss scale: the scale is divided out of what bounds are about."""
     scaler = zerokern.GradScaler("cpu", init_scale=scale)
     for step in range(3):

@@ -52,7 +52,12 @@ def small_beside_large(
 ) -> dict[str, Tensor]:
     """Return the first moments, without decay: the sums of one large gradient and many
     small ones."""
-    optimizer = sharded(model, stage, betas=(0.0, 0.0), **options)
+    optimizer = sharded(
+        model,
+        stage,
+        betas=(0.0, 0.0),
+        **options,
+    )
     backward(model, 1.0)
     for _ in range(MICROS - 1):
         if no_sync:
@@ -77,7 +82,11 @@ def sums_in_fp32(stage: int) -> dict[bool, dict[str, Tensor]]:
 @at_worlds
 @in_stages
 @pytest.mark.parametrize("no_sync", (False, True), ids=["reduced each time", "no_sync"])
-def test_small_gradients_are_added_in_fp32(no_sync: bool, stage: int, at: int) -> None:
+def test_small_gradients_are_added_in_fp32(
+    no_sync: bool,
+    stage: int,
+    at: int,
+) -> None:
     """All of them count; in bf16 none would."""
     for results in case.done(at)["sums_in_fp32", stage]:
         assert len(results[no_sync]) == len(SHAPES)
@@ -143,7 +152,12 @@ def toy_of(dtype: torch.dtype, grad_dtype: Any = "as it is") -> models.Toy:
     return model
 
 
-def _train(model: nn.Module, optimizer: Any, of: list[int], at: int) -> None:
+def _train(
+    model: nn.Module,
+    optimizer: Any,
+    of: list[int],
+    at: int,
+) -> None:
     for step in range(3):
         optimizer.zero_grad()
         for micro in range(2):
@@ -167,8 +181,18 @@ def trained_with(stage: int) -> dict[str, dict[str, Tensor]]:
         ("unset", "as it is"),
     ):
         model = toy_of(torch.bfloat16, grad_dtype)
-        optimizer = sharded(model, stage, lr=1e-2, eps=1e-3)
-        _train(model, optimizer, [torch.distributed.get_rank()], at)
+        optimizer = sharded(
+            model,
+            stage,
+            lr=1e-2,
+            eps=1e-3,
+        )
+        _train(
+            model,
+            optimizer,
+            [torch.distributed.get_rank()],
+            at,
+        )
         state = state_of(model, optimizer)
         found[name] = {
             key.removesuffix("/master"): value
@@ -183,14 +207,23 @@ def trained_with(stage: int) -> dict[str, dict[str, Tensor]]:
 def trained_by_torch(at: int) -> dict[str, Tensor]:
     model = toy_of(torch.bfloat16).float()
     plain = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    _train(model, plain, list(range(at)), at)
+    _train(
+        model,
+        plain,
+        list(range(at)),
+        at,
+    )
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
 @at_worlds
 @in_stages
 @pytest.mark.parametrize("name", ["fp32", "none", "bf16", "unset"])
-def test_trains_near_torch_in_fp32(name: str, stage: int, at: int) -> None:
+def test_trains_near_torch_in_fp32(
+    name: str,
+    stage: int,
+    at: int,
+) -> None:
     """Forward and backward are in bf16, whose roundings are 2**-9 of a term; Adam
     divides by the size of a gradient, so small ones count as much as large ones."""
     for found in case.done(at)["trained_with", stage]:
@@ -209,7 +242,12 @@ def of_some_parameters(stage: int) -> dict[str, Tensor]:
     """One bucket, of which some parameters add up in fp32: return the sums."""
     model = weighted(torch.float32, only="terms.2")
     options = {"buckets": zerokern.Buckets(bytes=10**6)}
-    return small_beside_large(stage, model, no_sync=False, **options)
+    return small_beside_large(
+        stage,
+        model,
+        no_sync=False,
+        **options,
+    )
 
 
 @at_worlds

@@ -50,7 +50,12 @@ of_drops = pytest.mark.parametrize("drop", DROPS)
 def played(stage: int | None, **options: Any) -> Run:
     """Return a run alone, of a stage or of torch's optimizer."""
     torch.manual_seed(0)
-    return Run(stage, 1, buckets=SMALL, **options)
+    return Run(
+        stage,
+        1,
+        buckets=SMALL,
+        **options,
+    )
 
 
 def as_tensor(kept: Any) -> Tensor:
@@ -63,7 +68,11 @@ def as_tensor(kept: Any) -> Tensor:
 @in_stages
 @of_drops
 @pytest.mark.parametrize("way", KEEPS)
-def test_what_was_kept_stays(way: str, drop: Callable[[Run], None], stage: int) -> None:
+def test_what_was_kept_stays(
+    way: str,
+    drop: Callable[[Run], None],
+    stage: int,
+) -> None:
     """One gradient of each step; training is that of torch."""
     results = []
     for kind in (stage, None):
@@ -191,7 +200,11 @@ def addresses(run: Run) -> list[int]:
     return [param.grad.data_ptr() for param in run.model.parameters()]
 
 
-def iterate(run: Run, step: int, drop: Callable[[Run], None]) -> list[int]:
+def iterate(
+    run: Run,
+    step: int,
+    drop: Callable[[Run], None],
+) -> list[int]:
     """Train a step that keeps nothing; return where its gradients were."""
     drop(run)
     run.backward(step)

@@ -38,13 +38,25 @@ EDITS: dict[str, Edit] = {
 }
 
 
-def _edited(stage: int, name: str, *, every_group: bool) -> tuple[str, list[str]]:
+def _edited(
+    stage: int,
+    name: str,
+    *,
+    every_group: bool,
+) -> tuple[str, list[str]]:
     """Return what a step says after an edit, and where the training differs from one
     without it: at once, and after two more steps."""
     rule, options, key, value = EDITS[name]
     nets: list[nn.Module] = [models.toy(blocks=2), models.toy(blocks=2)]
     its = [
-        sharded(net, stage, interleaved(net), adam=rule, lr=1e-2, **options)
+        sharded(
+            net,
+            stage,
+            interleaved(net),
+            adam=rule,
+            lr=1e-2,
+            **options,
+        )
         for net in nets
     ]
     for net, optimizer in zip(nets, its, strict=True):
@@ -118,13 +130,25 @@ def test_a_loaded_rule_is_refused(stage: int, at: int) -> None:
 def another_momentum(stage: int) -> list[str]:
     """Return where SGD differs from torch's when its momentum is changed."""
     model, twin = models.toy(blocks=1), models.toy(blocks=1)
-    ours = sharded(model, stage, adam=zerokern.SGD, lr=1e-2, momentum=0.9)
+    ours = sharded(
+        model,
+        stage,
+        adam=zerokern.SGD,
+        lr=1e-2,
+        momentum=0.9,
+    )
     torchs = torch.optim.SGD(twin.parameters(), lr=1e-2, momentum=0.9)
     for step, momentum in enumerate((0.9, 0.5, 0.99)):
         ours.param_groups[0]["momentum"] = torchs.param_groups[0]["momentum"] = momentum
         train_by_hand(model, ours, range(step, step + 1))
         for index, param in enumerate(twin.parameters()):
-            param.grad = integer_gradient(param.shape, step, index, 0, 1)
+            param.grad = integer_gradient(
+                param.shape,
+                step,
+                index,
+                0,
+                1,
+            )
         torchs.step()
     return list(apart(whole(model, ours), params_of(twin)))
 

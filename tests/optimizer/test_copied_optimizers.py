@@ -26,7 +26,11 @@ case = cases_of("optimizer")
 class Trainer(nn.Module):
     """Keeps its optimizer beside the model, as trainers do."""
 
-    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+    ) -> None:
         super().__init__()
         self.model, self.optimizer = model, optimizer
 

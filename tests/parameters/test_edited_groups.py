@@ -3,20 +3,21 @@ and ranks that edit differently. The loops are in `support/scripts/regrouping.py
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import models
 import pytest
+import ranks
 from marks import at_worlds, in_stages
-from oracle import STAGES, apart, differing, sharded, whole
-from pairs import TIMEOUT_S, run_in_pairs
+from oracle import differing, rank, sharded, whole
+from pairs import TIMEOUT_S
 from registry import SMALL, cases_of
 from scripts.thawing import freeze, of_part, thaw
 from short_runs import everything, loss_of_share
 from torch import nn
+from wire import short_group
 
 case = cases_of("parameters")
 
@@ -66,7 +67,7 @@ REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
     "twice in two groups": (_twice_in_two_groups, "in the param groups twice"),
     "twice in one group": (_twice_in_one_group, "in the param groups twice"),
     "a group twice": (_a_group_twice, "in the param groups twice"),
-    "other states": (_other_states, "max_exp_avg_sq"),
+    "other states": (_other_states, "amsgrad"),
 }
 
 
@@ -111,48 +112,7 @@ def test_an_edit_that_no_optimizer_is_built_from_is_refused(
         assert differs == []
 
 
-# ------------------------------------------------------------------------ another owner
-
-
-@case
-def taken_over(stage: int) -> tuple[str, dict[str, float], dict[str, float]]:
-    """A newer optimizer takes over parameters some of which were added later. Return
-    what the older one says, and how the newer one trains."""
-    model, twin = models.toy(blocks=2), models.toy(blocks=2)
-    freeze(model, "blocks")
-    ends = of_part(model, "embedding") + of_part(model, "head")
-    older = sharded(model, stage, ends, lr=0.0)
-    thaw(model, "blocks")
-    older.add_param_group({"params": of_part(model, "blocks"), "lr": 0.0})
-    _step(model, older, 0)
-    params = None if stage == 3 else of_part(model, "blocks")
-    newer = sharded(model, stage, params, lr=1e-2)
-    with pytest.raises(RuntimeError) as error:
-        older.step()
-    plain = sharded(
-        twin, stage, None if stage == 3 else of_part(twin, "blocks"), lr=1e-2
-    )
-    for m, o in ((model, newer), (twin, plain)):
-        _step(m, o, 1)
-    return str(error.value), apart(whole(model, newer), whole(twin, plain)), {}
-
-
-@at_worlds
-@in_stages
-def test_a_newer_optimizer_takes_over_what_was_added(stage: int, at: int) -> None:
-    for message, differs, _ in case.done(at)["taken_over", stage]:
-        assert "newer optimizer" in message
-        assert differs == {}
-
-
 # ------------------------------------------------------------------------ on one rank
-
-
-class Outcome(NamedTuple):
-    """How a rank of a pair ended."""
-
-    error: str
-    seconds: float
 
 
 def _thaws(model: nn.Module, optimizer: Any) -> None:
@@ -167,56 +127,89 @@ def _takes_out(model: nn.Module, optimizer: Any) -> None:
     del optimizer.param_groups[2]["params"][0]
 
 
-def _adds(model: nn.Module, optimizer: Any) -> None:
-    group = optimizer.param_groups[2]
-    param = group["params"].pop()
-    optimizer.add_param_group({"params": [param]})
-
-
-def _thaws_otherwise(model: nn.Module, optimizer: Any) -> None:
-    """The other rank thaws, too: another parameter."""
-    thaw(model, "blocks.1.norm.bias")
-
-
 ALONE = {
-    f.__name__.strip("_").replace("_", " "): f
-    for f in (_thaws, _reverses, _takes_out, _adds, _thaws_otherwise)
+    f.__name__.strip("_").replace("_", " "): f for f in (_thaws, _reverses, _takes_out)
 }
-PARTED = [(name, stage) for name in ALONE for stage in STAGES]
 
 
-def part(key: tuple[str, int], place: int, group: Any) -> Outcome:
-    """Edit on the second rank of a pair, and train on."""
-    name, stage = key
+def part(stage: int, name: str) -> None:
+    """Edit on the second rank, and train on."""
     model = models.toy(blocks=2)
     freeze(model, "blocks.1")
-    params = three_groups(model)
-    optimizer = sharded(model, stage, params, buckets=SMALL, process_group=group)
-    models.loss_of(model, *models.batch(0)).backward()
-    optimizer.step()
-    if place == 1:
+    groups = three_groups(model)
+    group = short_group(TIMEOUT_S)
+    optimizer = sharded(model, stage, groups, buckets=SMALL, process_group=group)
+    _step(model, optimizer, 0)
+    if rank() == 1:
         ALONE[name](model, optimizer)
-    elif name == "thaws otherwise":
-        thaw(model, "blocks.1.norm.weight")
-    begun, error = time.perf_counter(), "no error"
-    try:
-        for step in range(1, 3):
-            optimizer.zero_grad()
-            models.loss_of(model, *models.batch(step)).backward()
-            optimizer.step()
-    except (RuntimeError, ValueError) as raised:
-        error = str(raised)
-    return Outcome(error, time.perf_counter() - begun)
+    for step in range(1, 3):
+        _step(model, optimizer, step)
 
 
-@functools.cache
-def parted() -> dict[tuple[str, int], list[Outcome]]:
-    return run_in_pairs(PARTED, part)
-
-
-@pytest.mark.parametrize(("name", "stage"), PARTED)
+@in_stages
+@pytest.mark.parametrize("name", ALONE)
 def test_an_edit_on_one_rank_ends_in_an_error_on_both(name: str, stage: int) -> None:
     """Not in a hang, and never in ranks that train different models."""
-    for outcome in parted()[name, stage]:
-        assert outcome.error != "no error"
-        assert outcome.seconds < 4 * TIMEOUT_S + 2
+    begun = time.perf_counter()
+    with pytest.raises(ranks.RankError) as error:
+        ranks.run(2, part, stage, name)
+    assert time.perf_counter() - begun < 4 * TIMEOUT_S + 2
+    assert "rank 0:" in str(error.value)
+    assert "rank 1:" in str(error.value)
+
+
+def _thawed_otherwise(model: nn.Module, optimizer: Any) -> None:
+    thaw(model, ("blocks.1.norm.bias", "blocks.1.norm.weight")[rank() % 2])
+
+
+def _moved_otherwise(model: nn.Module, optimizer: Any) -> None:
+    param = optimizer.param_groups[1]["params"].pop(rank())
+    optimizer.param_groups[0]["params"].append(param)
+
+
+def _added_otherwise(model: nn.Module, optimizer: Any) -> None:
+    """Groups of other sizes."""
+    params = optimizer.param_groups[2]["params"]
+    taken = [params.pop() for _ in range(1 + rank() % 2)]
+    optimizer.add_param_group({"params": taken})
+
+
+OTHERWISE = {
+    f.__name__.strip("_").replace("_", " "): f
+    for f in (_thawed_otherwise, _moved_otherwise, _added_otherwise)
+}
+
+
+@case
+def edited_otherwise(stage: int) -> dict[str, tuple[str, list[str]]]:
+    """Return what is said of edits that differ by rank, and what they have changed."""
+    found = {}
+    for name, edit in OTHERWISE.items():
+        model = models.toy(blocks=2)
+        freeze(model, "blocks.1")
+        optimizer = sharded(model, stage, three_groups(model))
+        _step(model, optimizer, 0)
+        before = whole(model, optimizer)
+        optimizer.zero_grad()
+        loss_of_share(model, 1).backward()
+        message = ""
+        try:
+            edit(model, optimizer)
+            optimizer.step()
+        except ValueError as error:
+            message = str(error)
+        found[name] = message, differing(whole(model, optimizer), before)
+    return found
+
+
+@pytest.mark.parametrize("at", ranks.worlds(2, rarely=3))
+@in_stages
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_edits_that_differ_by_rank_get_one_error_on_all(
+    name: str, stage: int, at: int
+) -> None:
+    """It names the first difference; no weight was changed."""
+    for results in case.done(at)["edited_otherwise", stage]:
+        message, changed = results[name]
+        assert "Rank 1 has" in message
+        assert changed == []

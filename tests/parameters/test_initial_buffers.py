@@ -3,14 +3,16 @@ model known, all ranks start with those of rank 0."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from marks import at_worlds, in_stages
-from oracle import differing, rank, sharded
+from oracle import differing, rank, sharded, world
 from registry import cases_of
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 from units import WIDTH, Unit, batch, squares
 
 import zerokern
@@ -31,6 +33,12 @@ DRAWN: dict[str, Any] = {
     "brain float": lambda r: torch.full((), 0.5 + r, dtype=torch.bfloat16),
     "double precision": lambda r: torch.full((2,), 1e-3 * r, dtype=torch.float64),
     "strided": lambda r: torch.full((4, 3), r - 5.0).t(),
+    "order": lambda r: torch.arange(6).roll(r),
+    "order of floats": lambda r: torch.linspace(0, 1, 5).roll(r),
+    "short": lambda r: torch.full((3,), r - 2, dtype=torch.int16),
+    "word": lambda r: torch.full((3,), r, dtype=torch.uint16),
+    "eight bits": lambda r: torch.full((2,), 1.0 + r).to(torch.float8_e4m3fn),
+    "conjugate": lambda r: torch.full((2,), complex(1, r)).conj(),
     "empty": lambda r: torch.zeros(0),
 }
 """One of each kind, of a rank."""
@@ -145,6 +153,58 @@ def test_a_shared_buffer_is_sent_once(stage: int, at: int) -> None:
     for broadcast, value in case.done(at)["of_one_rank_only", stage]:
         assert broadcast == (["units.0.shared"] if at > 1 else [])
         assert value == [0.0] * 3
+
+
+LEFT_ALONE: dict[str, Callable[[], Tensor]] = {
+    "coordinates": lambda: torch.eye(3).to_sparse(),
+    "rows": lambda: torch.eye(3).to_sparse_csr(),
+    "two tensors": lambda: TwoTensor(torch.ones(2), torch.ones(2)),
+}
+"""What has no words of its own to compare."""
+
+
+@case
+def of_odd_kinds(stage: int) -> Any:
+    """Train with such buffers; return which are no longer the same object."""
+    model = buffered(0)
+    for name, make in LEFT_ALONE.items():
+        model.register_buffer(name.replace(" ", "_"), make(), persistent=False)
+    before = dict(model.named_buffers())
+    optimizer = with_model(model, stage)
+    squares(model(batch(0, 0))).backward()
+    optimizer.step()
+    after = dict(model.named_buffers())
+    return sent(optimizer), [name for name in before if after[name] is not before[name]]
+
+
+@at_worlds
+@in_stages
+def test_sparse_and_wrapped_buffers_stay(stage: int, at: int) -> None:
+    for broadcast, changed in case.done(at)["of_odd_kinds", stage]:
+        assert broadcast == changed == []
+
+
+@case
+def of_another_shape(stage: int) -> list[str]:
+    """Ranks have buffers of other shapes or numbers: return what they are told."""
+    said = []
+    for value in (torch.ones(2 + rank()), None if rank() else torch.ones(2)):
+        model = nn.Linear(WIDTH, WIDTH)
+        model.register_buffer("odd", value)
+        if world() > 1:
+            with pytest.raises(ValueError) as error:
+                with_model(model, stage)
+            said.append(str(error.value))
+    return said
+
+
+@at_worlds
+@in_stages
+def test_buffers_of_other_shapes_are_refused_by_name(stage: int, at: int) -> None:
+    """On every rank, rather than waited for."""
+    for said in case.done(at)["of_another_shape", stage]:
+        assert len(said) == (2 if at > 1 else 0)
+        assert all("'odd'" in message for message in said)
 
 
 @case(stages=(1, 2))

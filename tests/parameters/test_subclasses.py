@@ -19,7 +19,7 @@ from units import WIDTH, Stack, batch, squares
 
 case = cases_of("parameters")
 
-# ------------------------------------------------------------------ classes of parameters
+# --------------------------------------------------------------- classes of parameters
 
 
 def mixed() -> Stack:
@@ -147,7 +147,7 @@ def test_values_of_other_classes_are_saved(stage: int, at: int) -> None:
         assert differences == []
 
 
-# ------------------------------------------------------- tensors that hold other tensors
+# ------------------------------------------------------ tensors that hold other tensors
 
 
 class Wrapped(nn.Module):

@@ -84,7 +84,15 @@ def with_scripted_first() -> nn.Module:
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "all units": (lambda: with_units(torch.jit.script, 0, 1, 2), "units.0"),
+    "all units": (
+        lambda: with_units(
+            torch.jit.script,
+            0,
+            1,
+            2,
+        ),
+        "units.0",
+    ),
     "the last unit": (lambda: with_units(torch.jit.script, 2), "units.2"),
     "the model": (lambda: torch.jit.script(Chain()), "model"),
     "one unit of three": (lambda: with_units(torch.jit.script, 1), "units.1"),
@@ -92,7 +100,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 """Models, and the module that the message names."""
 
 TRAINED: dict[str, Callable[[], nn.Module]] = {
-    "traced units": lambda: with_units(traced, 0, 1, 2),
+    "traced units": lambda: with_units(
+        traced,
+        0,
+        1,
+        2,
+    ),
     "one traced unit": lambda: with_units(traced, 1),
     "a traced model": lambda: traced(Chain()),
     "scripted inside of units": with_scripted_inside,
@@ -100,7 +113,11 @@ TRAINED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def train(model: nn.Module, optimizer: Any, of: list[int]) -> None:
+def train(
+    model: nn.Module,
+    optimizer: Any,
+    of: list[int],
+) -> None:
     for step in range(4):
         optimizer.zero_grad()
         for r in of:
@@ -118,7 +135,12 @@ def by_torch(name: str, at: int) -> dict[str, Tensor]:
 
 def trained(stage: int, build: Callable[[], nn.Module]) -> Any:
     model = quietly(build)
-    optimizer = sharded(model, stage, lr=1e-2, eps=1e-3)
+    optimizer = sharded(
+        model,
+        stage,
+        lr=1e-2,
+        eps=1e-3,
+    )
     train(model, optimizer, [rank()])
     found = whole(model, optimizer)
     return found, int(optimizer.skipped_steps), optimizer.memory().buffers
@@ -132,7 +154,12 @@ def refused(build: Callable[[], nn.Module]) -> Any:
     with pytest.raises(ValueError) as error:
         sharded(model, 3)
     untouched = places == [p.data_ptr() for p in model.parameters()]
-    optimizer = sharded(model, 2, lr=1e-2, eps=1e-3)
+    optimizer = sharded(
+        model,
+        2,
+        lr=1e-2,
+        eps=1e-3,
+    )
     train(model, optimizer, [rank()])
     return str(error.value), untouched, whole(model, optimizer)
 
@@ -147,7 +174,11 @@ def scripted_units(stage: int) -> dict[str, Any]:
 @at_worlds
 @in_stages
 @pytest.mark.parametrize("name", REFUSED)
-def test_scripted_units_are_refused_in_stage_3(name: str, stage: int, at: int) -> None:
+def test_scripted_units_are_refused_in_stage_3(
+    name: str,
+    stage: int,
+    at: int,
+) -> None:
     """By name, with the parameters as they were; other stages train them, also
     afterwards."""
     for results in case.done(at)["scripted_units", stage]:
@@ -170,7 +201,11 @@ def traced_units(stage: int) -> dict[str, Any]:
 @at_worlds
 @in_stages
 @pytest.mark.parametrize("name", TRAINED)
-def test_traced_units_train_like_torch(name: str, stage: int, at: int) -> None:
+def test_traced_units_train_like_torch(
+    name: str,
+    stage: int,
+    at: int,
+) -> None:
     """Scripted parts of other units are whole while these run."""
     for results in case.done(at)["traced_units", stage]:
         found, skipped, buffers = results[name]

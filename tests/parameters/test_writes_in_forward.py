@@ -87,7 +87,11 @@ def made(name: str) -> Any:
     return MODELS[name][0]()
 
 
-def loss_of(name: str, model: nn.Module, step: int) -> Tensor:
+def loss_of(
+    name: str,
+    model: nn.Module,
+    step: int,
+) -> Tensor:
     return squares(model(MODELS[name][2](step)))
 
 
@@ -99,7 +103,12 @@ def stop_writing(model: nn.Module) -> None:
             module.bound = None
 
 
-def train(name: str, model: nn.Module, optimizer: Any, steps: range) -> None:
+def train(
+    name: str,
+    model: nn.Module,
+    optimizer: Any,
+    steps: range,
+) -> None:
     for step in steps:
         optimizer.zero_grad()
         loss_of(name, model, step).backward()
@@ -112,7 +121,12 @@ def torchs(name: str, *, writing: bool) -> dict[str, Tensor]:
     if not writing:
         stop_writing(model)
     plain = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    train(name, model, plain, range(3))
+    train(
+        name,
+        model,
+        plain,
+        range(3),
+    )
     return {n: p.detach() for n, p in model.named_parameters()}
 
 
@@ -120,7 +134,13 @@ def _written(stage: int, name: str) -> Any:
     """Where weights are whole: train three steps. In stage 3 of several ranks: return
     what is said, in training and in evaluation, and go on without the write."""
     model = made(name)
-    optimizer = sharded(model, stage, model.named_parameters(), lr=1e-2, eps=1e-3)
+    optimizer = sharded(
+        model,
+        stage,
+        model.named_parameters(),
+        lr=1e-2,
+        eps=1e-3,
+    )
     said = []
     if stage == 3 and world() > 1:
         before = whole(model, optimizer)
@@ -131,7 +151,12 @@ def _written(stage: int, name: str) -> Any:
             assert optimizer.memory().buffers == 0
         assert differing(whole(model, optimizer), before) == []
         stop_writing(model)
-    train(name, model, optimizer, range(3))
+    train(
+        name,
+        model,
+        optimizer,
+        range(3),
+    )
     return said, whole(model, optimizer), optimizer.memory().buffers
 
 
@@ -143,7 +168,11 @@ def written_in_forward(stage: int) -> dict[str, Any]:
 @at_worlds
 @in_stages
 @of_models
-def test_a_write_is_kept_or_refused_by_name(name: str, stage: int, at: int) -> None:
+def test_a_write_is_kept_or_refused_by_name(
+    name: str,
+    stage: int,
+    at: int,
+) -> None:
     """After a refusal nothing stays gathered, and training goes on without it."""
     expected = torchs(name, writing=stage < 3 or at == 1)
     for results in case.done(at)["written_in_forward", stage]:
@@ -160,7 +189,12 @@ def written_in_full_params(stage: int) -> dict[str, Tensor]:
     """Clamp all weights between steps, where that is allowed."""
     torch.manual_seed(0)
     model = Stack(Unit, 2)
-    optimizer = sharded(model, stage, lr=1e-2, eps=1e-3)
+    optimizer = sharded(
+        model,
+        stage,
+        lr=1e-2,
+        eps=1e-3,
+    )
     for step in range(3):
         optimizer.zero_grad()
         squares(model(batch(step, rank()))).backward()
@@ -230,7 +264,12 @@ class WritesInBackward(Unit):
 def written_in_backward(stage: int) -> Any:
     torch.manual_seed(0)
     model = Stack(WritesInBackward, 2)
-    optimizer = sharded(model, stage, model.named_parameters(), lr=1e-2)
+    optimizer = sharded(
+        model,
+        stage,
+        model.named_parameters(),
+        lr=1e-2,
+    )
     loss = squares(model(batch(0, rank())))
     with pytest.raises(RuntimeError) as error:
         loss.backward()

@@ -109,14 +109,24 @@ def losses(of: int = 4) -> list[Callable[[nn.Module], Tensor]]:
     return made
 
 
-def _trained(stage: int, kind: str, build: Mode, train: Mode) -> dict[str, Tensor]:
+def _trained(
+    stage: int,
+    kind: str,
+    build: Mode,
+    train: Mode,
+) -> dict[str, Tensor]:
     """Build an optimizer in one mode and train it in another; return everything."""
     model = models.toy(blocks=2)
     if kind == "16 bits":
         model.bfloat16()
     batches = losses()
     with build():
-        optimizer = sharded(model, stage, lr=1e-2, **OPTIONS[kind])
+        optimizer = sharded(
+            model,
+            stage,
+            lr=1e-2,
+            **OPTIONS[kind],
+        )
     with train():
         for step, loss in enumerate(batches):
             if step != 1:
@@ -135,7 +145,12 @@ def modes(stage: int) -> dict[Any, list[str]]:
     """Return where a training differs in each mode from one in none."""
     found = {}
     for kind in OPTIONS:
-        expected = _trained(stage, kind, nullcontext, nullcontext)
+        expected = _trained(
+            stage,
+            kind,
+            nullcontext,
+            nullcontext,
+        )
         for name, mode in MODES.items():
             for when, build, train in (
                 ("always", mode, mode),
@@ -144,7 +159,13 @@ def modes(stage: int) -> dict[Any, list[str]]:
             ):
                 if when == "always" or kind == "plain":
                     differences = differing(
-                        _trained(stage, kind, build, train), expected
+                        _trained(
+                            stage,
+                            kind,
+                            build,
+                            train,
+                        ),
+                        expected,
                     )
                     found[name, kind, when] = differences
     return found

@@ -57,7 +57,11 @@ def test_checkpointing_adds_no_gathers(stage: int, at: int) -> None:
 @pytest.mark.parametrize(
     "name", ["nested", "checkpoint outside", "checkpoint inside", "checkpoint both"]
 )
-def test_recomputation_gathers_nothing_again(name: str, kind: str, at: int) -> None:
+def test_recomputation_gathers_nothing_again(
+    name: str,
+    kind: str,
+    at: int,
+) -> None:
     """Also inside of a checkpointed parent."""
     for result in SCRIPTS.played(at)[f"{name}, {kind}", 3]:
         found = gathers(result, 2)

@@ -36,7 +36,11 @@ def test_each_unit_is_reduced_once_a_step(name: str, at: int) -> None:
 @at_several
 @in_stages_1_and_2
 @pytest.mark.parametrize("name", [*features.NAMES, *attacks.NAMES])
-def test_each_bucket_is_reduced_once_a_step(name: str, stage: int, at: int) -> None:
+def test_each_bucket_is_reduced_once_a_step(
+    name: str,
+    stage: int,
+    at: int,
+) -> None:
     for result in SCRIPTS.played(at)[name, stage]:
         for step in range(STEPS):
             assert set(reductions(result, step).values()) == {1}

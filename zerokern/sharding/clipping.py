@@ -38,13 +38,22 @@ def _tensor_of(bound: Bound, like: Bound) -> Tensor:
     if isinstance(bound, Tensor):
         return bound.double()
     assert isinstance(like, Tensor)
-    return torch.full((), bound, dtype=torch.float64, device=like.device)
+    return torch.full(
+        (),
+        bound,
+        dtype=torch.float64,
+        device=like.device,
+    )
 
 
 class Clipping:
     """The clipping of one step's gradients, on one rank."""
 
-    def __init__(self, buckets: Sequence[GradientBucket], transport: Transport) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[GradientBucket],
+        transport: Transport,
+    ) -> None:
         self.is_used = False
         """Anything was clipped in this step."""
         self.bound: Bound | None = None
@@ -62,7 +71,11 @@ class Clipping:
         """Return what the bounds so far leave of a norm of the reduced gradients."""
         return norm if self._factor is None else norm * self._factor
 
-    def tighten(self, norm: Tensor, max_norm: Bound) -> None:
+    def tighten(
+        self,
+        norm: Tensor,
+        max_norm: Bound,
+    ) -> None:
         """Bound the total norm of the coming update.
 
         Args:

@@ -95,8 +95,7 @@ class Coordinator:
         """Parameters that were taken out of their groups: they keep their values."""
         self._joined: Join | None = None
         """Inside of `join`."""
-        self._written: dict[int, list[nn.Parameter]] = {}
-        """By bucket, what the coming update writes to."""
+        self._written: dict[int, list[nn.Parameter]] = {}  # by bucket, at the step
         self._synchronized: list[int] = []
         """Generations of the gradients whose norm was gathered."""
 

@@ -113,7 +113,13 @@ class Updater:
             handles: of all parameters; the columns so far are as they were.
             buckets: the trainable ones, those so far first.
         """
-        grown = Updater(self.rule, handles, buckets, self._transport, seed=self._seed)
+        grown = Updater(
+            self.rule,
+            handles,
+            buckets,
+            self._transport,
+            seed=self._seed,
+        )
         for theirs, ours in (
             (grown.steps, self.steps),
             (grown._seeds, self._seeds),
@@ -154,7 +160,12 @@ class Updater:
 
     # ---------------------------------------------------------------- the small vector
 
-    def gather_norm(self, used: Iterable[int], *, guarded: bool = True) -> None:
+    def gather_norm(
+        self,
+        used: Iterable[int],
+        *,
+        guarded: bool = True,
+    ) -> None:
         """Exchange sums of squares and used bits.
 
         Args:
@@ -193,7 +204,11 @@ class Updater:
         self.report[:1].copy_(self.norm())
         self.gathered = None
 
-    def amend_report(self, norm: Tensor | None, multiplied: Tensor | None) -> None:
+    def amend_report(
+        self,
+        norm: Tensor | None,
+        multiplied: Tensor | None,
+    ) -> None:
         """Note what was done to the gradients before the table was formed.
 
         Args:

@@ -3,6 +3,7 @@ Sequentials whose parts are called one by one."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 import torch
@@ -41,7 +42,11 @@ class Layers(nn.Module):
             x = self.through(layer, x)
         return self.last(x)
 
-    def through(self, layer: nn.Module, x: Tensor) -> Tensor:
+    def through(
+        self,
+        layer: nn.Module,
+        x: Tensor,
+    ) -> Tensor:
         raise NotImplementedError
 
 
@@ -54,7 +59,11 @@ class OfDicts(Layers):
             for _ in range(3)
         )
 
-    def through(self, layer: nn.Module, x: Tensor) -> Tensor:
+    def through(
+        self,
+        layer: nn.Module,
+        x: Tensor,
+    ) -> Tensor:
         return x + layer["norm"](torch.tanh(layer["mix"](x)))
 
 
@@ -66,7 +75,11 @@ class OfParameterLists(Layers):
             nn.ParameterList([matrix(), torch.zeros(WIDTH)]) for _ in range(3)
         )
 
-    def through(self, layer: nn.Module, x: Tensor) -> Tensor:
+    def through(
+        self,
+        layer: nn.Module,
+        x: Tensor,
+    ) -> Tensor:
         return x + torch.tanh(F.linear(x, layer[0], layer[1]))
 
 
@@ -76,7 +89,11 @@ class OfParameterDicts(Layers):
     def __init__(self) -> None:
         super().__init__(nn.ParameterDict({"w": matrix()}) for _ in range(3))
 
-    def through(self, layer: nn.Module, x: Tensor) -> Tensor:
+    def through(
+        self,
+        layer: nn.Module,
+        x: Tensor,
+    ) -> Tensor:
         return x + torch.tanh(x @ layer["w"])
 
 
@@ -86,7 +103,11 @@ class OfLists(Layers):
     def __init__(self) -> None:
         super().__init__(nn.ModuleList([Unit(), linear()]) for _ in range(2))
 
-    def through(self, layer: nn.Module, x: Tensor) -> Tensor:
+    def through(
+        self,
+        layer: nn.Module,
+        x: Tensor,
+    ) -> Tensor:
         return walk(x, layer)
 
 
@@ -105,7 +126,11 @@ class OfParts(Layers):
     def __init__(self) -> None:
         super().__init__(Parts() for _ in range(3))
 
-    def through(self, layer: nn.Module, x: Tensor) -> Tensor:
+    def through(
+        self,
+        layer: nn.Module,
+        x: Tensor,
+    ) -> Tensor:
         return x + layer.gain * layer.down(torch.tanh(layer.up(x)))
 
 
@@ -124,7 +149,11 @@ class OfNested(Layers):
             for _ in range(2)
         )
 
-    def through(self, layer: nn.Module, x: Tensor) -> Tensor:
+    def through(
+        self,
+        layer: nn.Module,
+        x: Tensor,
+    ) -> Tensor:
         x = walk(x, layer["units"]) * layer["scales"][0]
         return x + walk(x, layer["walked"])
 
@@ -139,21 +168,33 @@ class OfSequentials(Layers):
     def __init__(self) -> None:
         super().__init__(sequential() for _ in range(3))
 
-    def through(self, layer: nn.Module, x: Tensor) -> Tensor:
+    def through(
+        self,
+        layer: nn.Module,
+        x: Tensor,
+    ) -> Tensor:
         return layer(x)
 
 
 class Walked(OfSequentials):
     """The parts of each are called."""
 
-    def through(self, layer: nn.Module, x: Tensor) -> Tensor:
+    def through(
+        self,
+        layer: nn.Module,
+        x: Tensor,
+    ) -> Tensor:
         return walk(x, layer)
 
 
 class WalkedWithSkips(OfSequentials):
     """The parts are called with something in between."""
 
-    def through(self, layer: nn.Module, x: Tensor) -> Tensor:
+    def through(
+        self,
+        layer: nn.Module,
+        x: Tensor,
+    ) -> Tensor:
         hidden = torch.relu(layer[0](x) + x)
         return layer[2](hidden + torch.sin(layer[1](hidden)))
 
@@ -161,14 +202,22 @@ class WalkedWithSkips(OfSequentials):
 class Sliced(OfSequentials):
     """A slice of a Sequential is a Sequential of the same parts."""
 
-    def through(self, layer: nn.Module, x: Tensor) -> Tensor:
+    def through(
+        self,
+        layer: nn.Module,
+        x: Tensor,
+    ) -> Tensor:
         return layer[1:](layer[0](x)) + layer[:1](x)
 
 
 class WalkedAndCalled(OfSequentials):
     """Both, in one forward."""
 
-    def through(self, layer: nn.Module, x: Tensor) -> Tensor:
+    def through(
+        self,
+        layer: nn.Module,
+        x: Tensor,
+    ) -> Tensor:
         return layer(x) + walk(x, layer)
 
 
@@ -185,7 +234,11 @@ class WalkedInTurns(OfSequentials):
 class WalkedUnderCheckpoints(OfSequentials):
     """Each part is computed again in backward."""
 
-    def through(self, layer: nn.Module, x: Tensor) -> Tensor:
+    def through(
+        self,
+        layer: nn.Module,
+        x: Tensor,
+    ) -> Tensor:
         for part in layer:
             x = checkpoint(part, x, use_reentrant=False)
         return x
@@ -199,7 +252,11 @@ class Deep(Layers):
             nn.Sequential(sequential(), nn.Sequential(Unit())) for _ in range(3)
         )
 
-    def through(self, layer: nn.Module, x: Tensor) -> Tensor:
+    def through(
+        self,
+        layer: nn.Module,
+        x: Tensor,
+    ) -> Tensor:
         inner, last = layer
         return last(walk(x, inner))
 
@@ -258,3 +315,25 @@ def units_called_and_walked_by_turns(run: Run) -> None:
 # A large eps: no gradient is so small that its sign is a matter of rounding.
 for _name, _build in MODELS.items():
     script(f"units: {_name}", build=seeded(_build), eps=1e-3)(_train)
+
+
+def _train_loop_outside(run: Run) -> None:
+    """The script walks, not the model."""
+    model = run.model
+
+    def loss(of_rank: int, step: int) -> Tensor:
+        x = model.first(batch(step, of_rank))
+        for layer in model.layers:
+            x = walk(x, layer)
+        return squares(model.last(x))
+
+    for step in range(3):
+        run.optimizer.zero_grad()
+        run.backward(step, functools.partial(loss, step=step))
+        run.step()
+        run.rest()
+
+
+script(
+    "units: sequentials walked by the script", build=seeded(OfSequentials), eps=1e-3
+)(_train_loop_outside)

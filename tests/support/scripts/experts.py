@@ -17,7 +17,12 @@ class Scaled(torch.autograd.Function):
     """x * weight."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, is_idle: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        is_idle: bool,
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.is_idle = is_idle
         return x * weight
@@ -36,7 +41,11 @@ class Gain(nn.Module):
         self.weight = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
         self.inner = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, is_idle: bool) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        is_idle: bool,
+    ) -> Tensor:
         return torch.tanh(self.inner(Scaled.apply(x, self.weight, is_idle)))
 
 
@@ -48,7 +57,11 @@ class Gains(nn.Module):
         self.first = nn.Linear(WIDTH, WIDTH)
         self.units = nn.ModuleList(Gain() for _ in range(2))
 
-    def forward(self, x: Tensor, idle: int = -1) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        idle: int = -1,
+    ) -> Tensor:
         x = self.first(x)
         for index, unit in enumerate(self.units):
             x = unit(x, index == idle)
@@ -59,14 +72,23 @@ Idle = Callable[[int, int], int]
 """Which unit is idle in a micro-batch (of two) on a rank; -1: none."""
 
 
-def _looped(idle: Idle, *, syncs_all: bool = True, zeroes: bool = True) -> Any:
+def _looped(
+    idle: Idle,
+    *,
+    syncs_all: bool = True,
+    zeroes: bool = True,
+) -> Any:
     def loop(run: Run) -> None:
         for step in range(4):
             if zeroes:
                 run.optimizer.zero_grad()
             for micro in range(2):
 
-                def loss(rank: int, step: int = step, micro: int = micro) -> Tensor:
+                def loss(
+                    rank: int,
+                    step: int = step,
+                    micro: int = micro,
+                ) -> Tensor:
                     x = batch(10 * step + micro, rank)
                     return squares(run.model(x, idle(micro, rank)))
 

@@ -116,6 +116,9 @@ def _looped(loss: Loss) -> Callable[[Run], None]:
 
 for _name, (_build, _loss) in FEATURES.items():
     for _when, _buckets in WHEN.items():
-        script(_name + _when, build=seeded(_build), eps=1e-3, buckets=_buckets)(
-            _looped(_loss)
-        )
+        script(
+            _name + _when,
+            build=seeded(_build),
+            eps=1e-3,
+            buckets=_buckets,
+        )(_looped(_loss))

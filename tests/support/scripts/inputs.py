@@ -16,17 +16,29 @@ SMOOTH = {"build": seeded(Stack), "eps": 1e-3}
 Passes = Callable[[Run, Tensor, int], None]
 
 
-def _all(run: Run, x: Tensor, step: int) -> None:
+def _all(
+    run: Run,
+    x: Tensor,
+    step: int,
+) -> None:
     run.part(squares(run.model(x))).backward(inputs=list(run.model.parameters()))
 
 
-def _some(run: Run, x: Tensor, step: int) -> None:
+def _some(
+    run: Run,
+    x: Tensor,
+    step: int,
+) -> None:
     model: Any = run.model
     chosen = [*model.units[step % 3].parameters(), *model.last.parameters()]
     run.part(squares(model(x))).backward(inputs=chosen)
 
 
-def _two_losses(run: Run, x: Tensor, step: int) -> None:
+def _two_losses(
+    run: Run,
+    x: Tensor,
+    step: int,
+) -> None:
     """Each trains a part."""
     model: Any = run.model
     output = model(x)
@@ -36,7 +48,11 @@ def _two_losses(run: Run, x: Tensor, step: int) -> None:
     run.part(output.abs().mean()).backward(inputs=others)
 
 
-def _batch_then_parameters(run: Run, x: Tensor, step: int) -> None:
+def _batch_then_parameters(
+    run: Run,
+    x: Tensor,
+    step: int,
+) -> None:
     """An adversarial example by one signed step."""
     x = x.requires_grad_()
     squares(run.model(x)).backward(inputs=[x])
@@ -45,14 +61,22 @@ def _batch_then_parameters(run: Run, x: Tensor, step: int) -> None:
     run.part(squares(run.model(moved))).backward()
 
 
-def _batch_and_parameters(run: Run, x: Tensor, step: int) -> None:
+def _batch_and_parameters(
+    run: Run,
+    x: Tensor,
+    step: int,
+) -> None:
     x = x.requires_grad_()
     params = list(run.model.parameters())
     run.part(squares(run.model(x))).backward(inputs=[x, *params])
     assert x.grad is not None
 
 
-def _list_of_roots(run: Run, x: Tensor, step: int) -> None:
+def _list_of_roots(
+    run: Run,
+    x: Tensor,
+    step: int,
+) -> None:
     """With weights of their own."""
     output = run.model(x)
     roots = [run.part(squares(output)), run.part(output)]

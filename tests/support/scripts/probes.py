@@ -19,7 +19,11 @@ EARLY = zerokern.Buckets(bytes=600, update_in_backward=True)
 LATE = zerokern.Buckets(bytes=600, gather_in_forward=True)
 
 
-def loss_of(run: Run, step: int, of_rank: int) -> Tensor:
+def loss_of(
+    run: Run,
+    step: int,
+    of_rank: int,
+) -> Tensor:
     return squares(run.model(batch(step, of_rank)))
 
 
@@ -81,9 +85,12 @@ def _balanced(run: Run) -> None:
 
 
 script("two losses balanced, updates in backward", buckets=EARLY, **SMOOTH)(_balanced)
-script("two losses balanced, late gathers", stages=(1, 2), buckets=LATE, **SMOOTH)(
-    _balanced
-)
+script(
+    "two losses balanced, late gathers",
+    stages=(1, 2),
+    buckets=LATE,
+    **SMOOTH,
+)(_balanced)
 
 
 # ----------------------------------------------------------------- when it is asked for

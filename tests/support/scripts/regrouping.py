@@ -60,6 +60,11 @@ def _clear_a_group(optimizer: Any, model: nn.Module) -> None:
     optimizer.param_groups[1]["params"].clear()
 
 
+def _clear_all(optimizer: Any, model: nn.Module) -> None:
+    """A step of no group at all does nothing."""
+    optimizer.param_groups.clear()
+
+
 def _take_some_out(optimizer: Any, model: nn.Module) -> None:
     del optimizer.param_groups[1]["params"][3:7]
 
@@ -125,7 +130,7 @@ EDITS: dict[str, Edit] = {
     f.__name__.strip("_").replace("_", " "): f
     for f in (
         *(_reverse, _sort, _sort_inside, _pop, _pop_the_first, _clear_a_group),
-        *(_take_some_out, _take_some_out_by_a_new_list, _move_one),
+        *(_clear_all, _take_some_out, _take_some_out_by_a_new_list, _move_one),
         *(_swap_two, _replace_a_dict, _split_a_group, _join_all, _one_group_each),
         *(_options, _leave_and_come_back_by_another_group),
     )
@@ -178,6 +183,21 @@ def taken_out_and_put_back(run: Run) -> None:
     run.model.zero_grad()
     group["params"] += taken
     iterate(run, range(4, 6))
+
+
+@script(**OPTIONS)
+def taken_out_with_a_gradient_and_put_back(run: Run) -> None:
+    """Nobody zeroes what is in no group: it accumulates."""
+    group = run.optimizer.param_groups[2]
+    iterate(run, range(2))
+    run.optimizer.param_groups.pop()
+    for step in range(2, 4):
+        run.optimizer.zero_grad()
+        run.backward(step)
+        run.step()
+    run.optimizer.param_groups.append(group)
+    run.backward(4)
+    run.step()
 
 
 @script(**OPTIONS)

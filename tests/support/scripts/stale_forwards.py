@@ -7,7 +7,7 @@ import pytest
 import torch
 from oracle import Run
 from registry import script
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def _waiting(run: Run, step: int) -> list[Tensor]:
@@ -91,3 +91,53 @@ def a_step_of_what_no_backward_reads(run: Run) -> None:
         run.optimizer.zero_grad()
         _backward(run, late)
         run.step()
+
+
+class Heads(nn.Module):
+    """Two heads that share nothing, in two units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor, head: int) -> Tensor:
+        return self.heads[head](x).square().mean()
+
+
+def heads() -> nn.Module:
+    """Return the same model each time."""
+    torch.manual_seed(0)
+    return Heads()
+
+
+def _of_head(run: Run, step: int, head: int) -> list[Tensor]:
+    x = torch.linspace(-1, 1, 12).view(2, 6)
+    return [run.model((1 + r + step) * x, head) for r in run.each()]
+
+
+@script(build=heads, eps=1e-3)
+def a_step_without_gradients_before_a_backward(run: Run) -> None:
+    """It updates nothing, so the forward is as good as it was."""
+    for step in range(3):
+        run.optimizer.zero_grad()
+        losses = _of_head(run, step, 0)
+        run.step()
+        _backward(run, losses)
+        run.step()
+        run.rest()
+
+
+@script(build=heads, eps=1e-3)
+def a_step_of_another_head_before_a_backward(run: Run) -> None:
+    """It has no gradient for this head, whose weights stay."""
+    for step in range(3):
+        run.optimizer.zero_grad()
+        first, second = _of_head(run, step, 0), _of_head(run, step, 1)
+        _backward(run, first)
+        run.step()
+        run.optimizer.zero_grad()
+        _backward(run, second)
+        run.step()
+        run.rest()
