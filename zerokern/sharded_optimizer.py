@@ -107,8 +107,7 @@ class ShardedOptimizer(Optimizer):
         return self._live().coordinator
 
     def observation(self, *, collective: bool) -> Observation:
-        """Return what looks at the parts at work. If all ranks do, which is then
-        `collective`, edits of the param groups are followed."""
+        """Return what looks at the parts, after edits if all ranks do: `collective`."""
         if collective:
             self._follow_edits()
         return self._live().observation
@@ -139,8 +138,7 @@ class ShardedOptimizer(Optimizer):
             raise
 
     def _follow_edits(self) -> Coordinator:
-        """Follow what was done to param groups and state, and what was thawed. Return
-        the coordinator."""
+        """Follow what was done to param groups and state. Return the coordinator."""
         coordinator, state, _ = self._parts or self._live()
         groups, edits = self.param_groups, self._edits
         if coordinator.groups is groups and edits.are_none(groups, self.state):
@@ -150,7 +148,9 @@ class ShardedOptimizer(Optimizer):
             edits.adopt(self.state, state.reset)
             if coordinator.groups is not groups or not edits.has_members(groups):
                 rule = self._rule(groups) if groups else coordinator.blueprint.rule
+                owners.release(edits.added(groups, coordinator.handles))
                 build.follow(coordinator, groups, rule)
+                owners.claim([handle.param for handle in coordinator.handles], self)
                 edits.note_groups(groups, coordinator.handles)
                 edits.show(self.state, state.by_param())
         return coordinator

@@ -126,8 +126,9 @@ class Transport:
 
     # ------------------------------------------------------------ collectives
 
-    def all_gather_words(self, words: Tensor, phase: str = "step") -> Tensor:
-        """Return [W, K]: the K words of every rank, complete on the current stream."""
+    def all_gather_words(self, words: Tensor, title: str = "") -> Tensor:
+        """Return [W, K]: the K words of every rank, complete on the current stream.
+        Without a title they are the step's norm and used bits."""
         group = self.groups.agrees
         gathered = words.new_empty(group.size, words.numel())
         own = gathered[group.rank]
@@ -137,7 +138,7 @@ class Transport:
             for rank in group.peers:
                 pairs.append((own, gathered[rank], rank))
             op = "all_gather_words"
-            self.start(op, "", phase, pairs, (gathered,), group).wait()
+            self.start(op, title, "step", pairs, (gathered,), group).wait()
         return gathered
 
     def broadcast(self, buffer: Tensor, title: str) -> None:

@@ -78,6 +78,11 @@ class UserEdits:
             thawed = any(param.requires_grad for param in self._frozen)
         return not thawed and _members(groups) == self._members
 
+    def added(self, groups: Groups, handles: ParamHandles) -> list[nn.Parameter]:
+        """Return the parameters in the groups that the optimizer has not got."""
+        params = [param for group in groups for param in group["params"]]
+        return [param for param in params if handles.find(param) is None]
+
     def note_groups(
         self,
         groups: Groups,

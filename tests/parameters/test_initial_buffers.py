@@ -157,7 +157,6 @@ def test_a_shared_buffer_is_sent_once(stage: int, at: int) -> None:
 
 LEFT_ALONE: dict[str, Callable[[], Tensor]] = {
     "coordinates": lambda: torch.eye(3).to_sparse(),
-    "rows": lambda: torch.eye(3).to_sparse_csr(),
     "two tensors": lambda: TwoTensor(torch.ones(2), torch.ones(2)),
 }
 """What has no words of its own to compare."""
