@@ -230,7 +230,18 @@ def make_buffers_equal(model: nn.Module, transport: Transport) -> None:
                 value = _resolved(buffer).to(transport.device, copy=True)
                 # As bytes: back ends do not know every dtype.
                 transport.broadcast(value.view(-1).view(torch.uint8), name)
-                buffer.copy_(value)
+                _overwrite(name, buffer, value)
+
+
+def _overwrite(name: str, buffer: Tensor, value: Tensor) -> None:
+    try:
+        buffer.copy_(value)
+    except RuntimeError as error:
+        raise ValueError(
+            f"buffer {name!r} differs between the ranks and cannot be given the values"
+            f" of rank 0 ({error}); make it equal on all ranks, or clone it, before the"
+            " optimizer is built"
+        ) from error
 
 
 def _is_plain(buffer: Tensor) -> bool:
