@@ -56,6 +56,8 @@ class Clipping:
     ) -> None:
         self.is_used = False
         """Anything was clipped in this step."""
+        self.is_stale = False
+        """Gradients of the last step, if they are still wanted, are to be multiplied."""
         self.bound: Bound | None = None
         """Largest total norm that the coming update has to keep; None: any."""
         self.norm: Tensor | None = None
@@ -92,6 +94,7 @@ class Clipping:
     def multiply(self, norm: Tensor | None = None) -> None:
         """Multiply the reduced gradients by the coefficient now, if there is one."""
         factor, self._factor, self.bound = self._factor, None, None
+        self.is_stale = False
         if factor is None:
             return
         self.scale(factor)
@@ -123,12 +126,12 @@ class Clipping:
     def end_step(self) -> None:
         """The update was made. Gradients that nobody zeroes stay clipped, as in
         torch."""
-        self.norm = self.multiplied = None
-        self.is_used = self._factor is not None
+        self.norm = self.multiplied = self.bound = None
+        self.is_used = self.is_stale = self._factor is not None
 
     def forget(self) -> None:
         """The gradients are gone."""
-        self.is_used = False
+        self.is_used = self.is_stale = False
         self.bound = self._factor = self.norm = self.multiplied = None
 
     def total(self, norm_type: float) -> Tensor:

@@ -188,6 +188,8 @@ class Coordinator:
         self.parameters.prepare_step()
         with torch.autograd.profiler.record_function("zerokern::synchronize gradients"):
             self.reducer.synchronize()
+            if self.clipping.is_stale:
+                self.clipping.multiply()
             if self.updater.gathered is not None:
                 generations = [bucket.generation for bucket in self.gradients]
                 if generations == self._synchronized:

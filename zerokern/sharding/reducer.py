@@ -275,6 +275,8 @@ class Reducer:
             self._launch_next()
         while self._in_flight:
             self._finish_first()
+        if self._clipping.is_stale:
+            self._clipping.forget()  # what is left of the last step was not wanted
         self._next = 0
         self._rounds += 1
         self._accumulates, self._zeroed = None, False

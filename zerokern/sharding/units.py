@@ -59,8 +59,8 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _forward_of(module: nn.Module) -> object:
-    # Statically: the class of a scripted module does not tell.
-    return inspect.getattr_static(type(module), "forward", None)
+    # Statically: a scripted module does not tell. A compiled one has its own.
+    return inspect.getattr_static(module, "forward", None)
 
 
 def unit_of_params(model: nn.Module, is_unit: IsUnit | None) -> dict[int, str]:
