@@ -57,7 +57,7 @@ class Clipping:
         self.is_used = False
         """Anything was clipped in this step."""
         self.is_stale = False
-        """Gradients of the last step, if they are still wanted, are to be multiplied."""
+        """Gradients of the last step, if still wanted, are to be multiplied."""
         self.bound: Bound | None = None
         """Largest total norm that the coming update has to keep; None: any."""
         self.norm: Tensor | None = None
@@ -66,12 +66,14 @@ class Clipping:
         """fp64, 0-d: what was multiplied in this step."""
         self._buckets = buckets
         self._transport = transport
-        self._factor: Tensor | None = None
+        self._factor = torch.ones((), dtype=torch.float64, device=transport.device)
         """fp64, 0-d: the coefficient of `bound`."""
+        self._is_pending = False
+        """Gradients were not multiplied with it yet."""
 
     def left(self, norm: Tensor) -> Tensor:
         """Return what the bounds so far leave of a norm of the reduced gradients."""
-        return norm if self._factor is None else norm * self._factor
+        return norm * self._factor if self._is_pending else norm
 
     def tighten(
         self,
@@ -87,20 +89,24 @@ class Clipping:
         self.is_used = True
         self.bound = tighter(self.bound, max_norm)
         assert self.bound is not None
-        self._factor = coefficient(norm, self.bound)
+        self._factor.copy_(coefficient(norm, self.bound))
+        self._is_pending = True
         if self._transport.groups.alone:
             self.multiply(norm)
 
     def multiply(self, norm: Tensor | None = None) -> None:
         """Multiply the reduced gradients by the coefficient now, if there is one."""
-        factor, self._factor, self.bound = self._factor, None, None
-        self.is_stale = False
-        if factor is None:
+        is_pending, self._is_pending, self.bound = self._is_pending, False, None
+        if not is_pending:
             return
-        self.scale(factor)
+        self.scale(self._factor)
+        if self.is_stale:
+            self.forget()  # it was reported with its own step
+            return
         if self.norm is None:
             self.norm = norm
         before = self.multiplied
+        factor = self._factor.clone()
         self.multiplied = factor if before is None else before * factor
 
     def scale(self, factor: Tensor) -> None:
@@ -113,7 +119,9 @@ class Clipping:
         """Clamp each element of the reduced gradients to [-limit, limit]."""
         self._refuse_in_join()
         for bucket in self._buckets:
-            bucket.change(lambda gradient: gradient.clamp_(-limit, limit))  # type: ignore[arg-type]
+            bucket.change(
+                lambda gradient: gradient.clamp_(-limit, limit)  # type: ignore[arg-type]
+            )
 
     def _refuse_in_join(self) -> None:
         if self._transport.announcements.are_heard:
@@ -127,12 +135,12 @@ class Clipping:
         """The update was made. Gradients that nobody zeroes stay clipped, as in
         torch."""
         self.norm = self.multiplied = self.bound = None
-        self.is_used = self.is_stale = self._factor is not None
+        self.is_used = self.is_stale = self._is_pending
 
     def forget(self) -> None:
         """The gradients are gone."""
-        self.is_used = self.is_stale = False
-        self.bound = self._factor = self.norm = self.multiplied = None
+        self.is_used = self.is_stale = self._is_pending = False
+        self.bound = self.norm = self.multiplied = None
 
     def total(self, norm_type: float) -> Tensor:
         """Return the total norm of the reduced gradients over all ranks: fp64, 0-d.

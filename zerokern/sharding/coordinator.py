@@ -294,10 +294,7 @@ class Coordinator:
 
     def gradients_of(self, handle: ParamHandle) -> GradientBucket:
         """Return the bucket of a parameter's gradient."""
-        for bucket in self.gradients:
-            if bucket.layout.index == handle.bucket:
-                return bucket
-        raise AssertionError("every trainable parameter has a bucket")
+        return next(b for b in self.gradients if b.layout.index == handle.bucket)
 
     def gather_gradient(self, index: int) -> Tensor:
         """Return a parameter's reduced gradient, whole, fp32. All ranks must do so."""

@@ -89,6 +89,11 @@ class GradientBucket:
         title = self.transfer.title
         self.transfer = Reduce(self._transport, self.layout, title, partials)
 
+    @property
+    def has_reduced(self) -> bool:
+        """This rank had a part in what was reduced."""
+        return any(slot.state in HAS_REDUCED for slot in self.slots)
+
     def _empty_shard(self, transport: Transport) -> Tensor:
         if self.local is not None and self._wire == self._reduced:
             return self.local[self.layout.shard(transport.groups.averages.rank)]
@@ -164,7 +169,7 @@ class GradientBucket:
         slot.drop_reduced()
         if had_reduced and self.accumulated is not None:
             self.parameters.zero_slots(self.accumulated, [slot.handle.slot])
-            if all(other.state not in HAS_REDUCED for other in self.slots):
+            if not self.has_reduced:
                 self.drop_accumulated()  # with what other ranks have contributed
         if slot.seen not in OURS:
             slot.drop_local()
@@ -182,14 +187,12 @@ class GradientBucket:
         zeroed since, is added to by the next reduction.
 
         Args:
-            accumulate: so is what other ranks have contributed to a bucket of which
-                this rank has used nothing.
+            accumulate: so is what others have contributed where this rank has nothing.
         """
         if self.state is BucketState.REDUCED:
-            used = False
             for slot in self.slots:
                 slot.look()
-                used |= slot.state in HAS_REDUCED
+            used = self.has_reduced
             if self.forget_zeroed(reopening=True) or (accumulate and not used):
                 in_local = self.is_resident and self._wire == self._reduced
                 self.accumulated = self.shard.clone() if in_local else self.shard
@@ -253,8 +256,10 @@ class GradientBucket:
         if self._alone:
             if self.local is not None:
                 function(self.local)
+                self.parameters.zero_padding(self.local)
         elif self.state is BucketState.REDUCED:
             function(self.shard)
+            self.parameters.zero_padding(self.shard, of_shard=True)
             self.transfer.sum_squares(self.shard)
         self.generation += 1
 
@@ -391,6 +396,5 @@ class GradientBucket:
         for slot, place in zip(self.slots, self.parameters.places, strict=True):
             # .data: each view has a version counter of its own.
             slot.attach(self.local.as_strided(*place).data)
-        for start, end in self.layout.padding:
-            self.local[start:end].zero_()  # it takes part in sums
+        self.parameters.zero_padding(self.local)
         return self.local

@@ -94,12 +94,12 @@ class ParameterBucket:
         ]
         """Shape, strides and offset of each parameter in a flat buffer, as of
         `Tensor.as_strided`."""
-        first = self.params[0]
-        self.dtype = first.dtype
+        device = self.params[0].device
+        self.dtype = self.params[0].dtype
         dtypes = [gradient_dtype(param) for param in self.params]
         self.gradient_dtype = functools.reduce(torch.promote_types, dtypes)
         """In which autograd accumulates; the widest, if parameters differ."""
-        flat = torch.zeros(layout.numel, dtype=self.dtype, device=first.device)
+        flat = torch.zeros(layout.numel, dtype=self.dtype, device=device)
         for param, view in zip(self.params, self.views_of(flat), strict=True):
             view.copy_(param.detach())
         part = flat[layout.shard(rank)]
@@ -128,6 +128,21 @@ class ParameterBucket:
         for number in slots:
             piece = self.piece_of(self.handles[number])
             shard[piece.start : piece.start + piece.numel].zero_()
+
+    def zero_padding(self, flat: Tensor, *, of_shard: bool = False) -> None:
+        """Zero what a buffer of this layout has between parameters: it takes part in
+        sums.
+
+        Args:
+            flat: [W * S], or this rank's [S] if it is `of_shard`.
+        """
+        first = self.rank * self.layout.shard_numel if of_shard else 0
+        views = [
+            flat[max(start - first, 0) : max(end - first, 0)]
+            for start, end in self.layout.padding
+        ]
+        if views:
+            torch._foreach_zero_(views)
 
     def piece_of(self, handle: ParamHandle) -> Piece:
         """Return this rank's piece of a parameter, perhaps empty."""

@@ -218,10 +218,10 @@ class Reducer:
         """Let gradients into a bucket that was launched before."""
         if bucket.state is BucketState.REDUCING:
             bucket.finish()
-        reduced = bucket.state is BucketState.REDUCED
-        if reduced and self._clipping.is_used:
+        accumulate = bucket.state is BucketState.REDUCED and self._accumulating()
+        if accumulate and self._clipping.is_used:
             self._clipping.multiply()  # what is added now is not clipped
-        bucket.reopen(accumulate=reduced and self._accumulating())
+        bucket.reopen(accumulate=accumulate)
 
     def _accumulating(self) -> bool:
         """Return whether a bucket of which this rank has used nothing, and that has no
@@ -299,10 +299,8 @@ class Reducer:
                     bucket.reduce_alone()
                 return
             self._notice_zeroing(look=False)
-            pending = not self._rounds or self._next > 0
-            for bucket in self._buckets:
-                pending |= bucket.state is BucketState.LOCAL
-            if pending:
+            pending = any(b.state is BucketState.LOCAL for b in self._buckets)
+            if pending or not self._rounds or self._next > 0:
                 self._finish_round()
             for bucket in self._buckets:
                 if bucket.state is BucketState.ZEROED:
@@ -342,13 +340,10 @@ class Reducer:
             self._clipping.end_step()
         self._foreseen = self._backwards or None
         self._backwards = self._rounds = 0
-        used = False
         for bucket in self._buckets:
             if bucket.updates_in_backward:
                 bucket.end_step()
-            for slot in bucket.slots:
-                used |= slot.state in HAS_REDUCED
-        self._zeroed |= not used
+        self._zeroed |= not any(bucket.has_reduced for bucket in self._buckets)
 
     def drop_zeroed(self) -> None:
         """After zero_grad: forget what was reduced, and give the memory of local

@@ -37,3 +37,17 @@ def nan_on_one_rank_skips_all(run: Run) -> None:
 @script(max_grad_norm=0.5)
 def nan_on_one_rank_skips_all_with_clipping(run: Run) -> None:
     _with_bad_gradient(run, math.nan)
+
+
+@script()
+def nan_clipped_by_a_call_skips_one_step_only(run: Run) -> None:
+    for step in range(4):
+        run.optimizer.zero_grad()
+        if step != 1:
+            run.backward(step)
+            run.clip(0.3)
+            run.step()
+        elif not run.torch:
+            run.backward(step, lambda rank: run.loss(1, rank) * math.nan)
+            run.optimizer.clip_grad_norm_(0.3)
+            run.step()
