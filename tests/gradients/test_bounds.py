@@ -14,8 +14,9 @@ import torch
 from marks import at_worlds, in_stages
 from oracle import apart, differing, sharded, whole, world
 from registry import cases_of
-from short_runs import everything, loss_of_share, short
+from short_runs import loss_of_share, short
 from torch import Tensor, nn
+from training import everything
 
 import zerokern
 

@@ -12,7 +12,8 @@ import pytest
 from marks import at_worlds, in_stages
 from oracle import apart, differing, sharded, world
 from registry import cases_of
-from short_runs import everything, short
+from short_runs import short
+from training import everything
 
 import zerokern
 

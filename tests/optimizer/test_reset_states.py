@@ -13,8 +13,9 @@ import torch
 from marks import at_worlds, in_stages
 from oracle import differing, sharded, state_of, whole
 from registry import cases_of
-from short_runs import everything, loss_of_share
+from short_runs import loss_of_share
 from torch import nn
+from training import everything
 
 from zerokern import Precision
 

@@ -15,8 +15,9 @@ from oracle import differing, rank, sharded, whole
 from pairs import TIMEOUT_S
 from registry import SMALL, cases_of
 from scripts.thawing import freeze, of_part, thaw
-from short_runs import everything, loss_of_share
+from short_runs import loss_of_share
 from torch import nn
+from training import everything
 from wire import short_group
 
 case = cases_of("parameters")

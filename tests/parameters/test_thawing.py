@@ -14,8 +14,9 @@ from marks import at_worlds, in_stages
 from oracle import differing, sharded
 from registry import cases_of
 from scripts.thawing import freeze, of_part, thaw
-from short_runs import everything, loss_of_share
+from short_runs import loss_of_share
 from torch import nn
+from training import everything
 
 import zerokern
 from zerokern import Precision

@@ -15,8 +15,8 @@ import torch
 from marks import at_worlds, in_stages
 from oracle import differing, rank, sharded, world
 from registry import cases_of
-from short_runs import everything
 from torch import Tensor, nn
+from training import everything
 
 import zerokern
 from zerokern import Precision
