@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from . import backends, checks, layout
+from . import backends, checks, layout, model_checks, owners
 from .config import Buckets, Precision
 from .groups import Groups
 from .rules import UpdateRule
+from .saved_groups import names_of
 from .sharding.blueprint import Blueprint, Sharding
 from .sharding.coordinator import Coordinator
 from .sharding.handles import ParamHandles
@@ -59,14 +60,16 @@ def blueprint(
         assert model is not None
         params = _in_model_order(params, model)
         units = unit_of_params(model, buckets.units)
-        checks.check_hookable(unit_modules(model, buckets.units))
+        model_checks.check_hookable(unit_modules(model, buckets.units))
+    elif model is not None and buckets.gather_in_forward:
+        model_checks.check_readable(model)
     specs = [_spec(p, names[id(p)], units) for p in params]
     if sharding.parameters:
         chosen = layout.by_unit(specs, groups.shards.size)
     else:
         chosen = layout.bucketed(specs, groups.shards.size, buckets.bytes)
     if not groups.alone:
-        checks.check_unwrapped(params)
+        model_checks.check_unwrapped(params)
     initial = _initial(
         params,
         model,
@@ -149,7 +152,8 @@ def _units_of_added(
     assert blueprint.model is not None
     names.update((id(p), name) for name, p in blueprint.model.named_parameters())
     units = unit_of_params(blueprint.model, blueprint.buckets.units)
-    checks.check_units(added, blueprint.model, units, coordinator.unit_names())
+    known = coordinator.parameters.unit_names()
+    model_checks.check_units(added, blueprint.model, units, known)
     return units
 
 
@@ -162,7 +166,7 @@ def _listed(
     names: dict[int, str] = {}
     places: dict[int, tuple[int, int]] = {}
     for index, group in enumerate(param_groups):
-        given = group.get("param_names")
+        given = names_of(group)
         for position, param in enumerate(group["params"]):
             names[id(param)] = given[position] if given else f"{index}.{position}"
             places[id(param)] = index, len(params)
@@ -191,12 +195,14 @@ def _in_model_order(
     """Return what stage 3 shards, in order of registration: the optimizer's parameters,
     and frozen ones."""
     ours = {id(p) for p in params}
-    chosen = []
-    for param in model.parameters():
-        # Frozen ones that hold other tensors, such as 4-bit weights, stay whole.
-        is_ours = id(param) in ours or not param.requires_grad
-        if is_ours and not is_traceable_wrapper_subclass(param):
-            chosen.append(param)
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    wanted = ours | {id(p) for p in frozen} - owners.lent(frozen, params)
+    # Frozen ones that hold other tensors, such as 4-bit weights, stay whole.
+    chosen = [
+        param
+        for param in model.parameters()
+        if id(param) in wanted and not is_traceable_wrapper_subclass(param)
+    ]
     for name, param in model.named_parameters():
         checks.check_param(name, param)
     missing = ours - set(map(id, model.parameters()))

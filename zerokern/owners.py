@@ -25,12 +25,28 @@ def release(params: Sequence[nn.Parameter]) -> None:
     """Have the optimizers of these parameters let go of all that they have."""
     owners: dict[int, Owner] = {}
     for param in params:
-        known = _owners.get(param)
-        owner = None if known is None else known()
+        owner = _owner_of(param)
         if owner is not None:
             owners[id(owner)] = owner
     for owner in owners.values():
         owner.let_go()
+
+
+def lent(frozen: Sequence[nn.Parameter], ours: Sequence[nn.Parameter]) -> set[int]:
+    """Return, by id, the frozen parameters that another optimizer has and goes on
+    having: it is not one whose parameters are taken over with `ours`."""
+    taken_over = {id(owner) for owner in map(_owner_of, ours)}
+    lent = set()
+    for param in frozen:
+        owner = _owner_of(param)
+        if owner is not None and id(owner) not in taken_over:
+            lent.add(id(param))
+    return lent
+
+
+def _owner_of(param: nn.Parameter) -> Owner | None:
+    known = _owners.get(param)
+    return None if known is None else known()
 
 
 def claim(params: Sequence[nn.Parameter], owner: Owner) -> None:

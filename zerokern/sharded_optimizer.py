@@ -198,7 +198,7 @@ class ShardedOptimizer(Optimizer):
         """Drop the gradients. `model.zero_grad()` does the same."""
         with without_placeholders():
             super().zero_grad(set_to_none)
-        self.coordinator.zero_grad()
+        self.coordinator.zero_grad(all_of=self._edits.has_members(self.param_groups))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state without communicating.

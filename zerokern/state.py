@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from . import ops
 from .layout import Piece
+from .saved_groups import pairs_of
 from .sharding.coordinator import Coordinator
 from .sharding.handles import ParamHandle
 from .sharding.parameters import ParameterBucket, view_in
@@ -183,23 +184,16 @@ class OptimizerState:
         Raises:
             ValueError: it is of another model or another sharding. Nothing was changed.
         """
-        saved = state_dict["param_groups"]
-        sizes = [len(group["params"]) for group in groups]
-        saved_sizes = [len(group["params"]) for group in saved]
-        if sizes != saved_sizes:
-            raise ValueError(
-                f"the state has param groups of {saved_sizes} parameters, this"
-                f" optimizer of {sizes}: it is of another model"
-            )
+        paired = pairs_of(groups, state_dict["param_groups"])
         entries = {}
-        for ours, theirs in zip(groups, saved, strict=True):
-            for param, key in zip(ours["params"], theirs["params"], strict=True):
+        for ours, _, keys in paired:
+            for param, key in zip(ours["params"], keys, strict=True):
                 handle = self._coordinator.handles.find(param)
                 if handle is not None and key in state_dict["state"]:
                     entries[handle.position] = state_dict["state"][key]
         self._check(entries)
         self._load(entries)
-        for ours, theirs in zip(groups, saved, strict=True):
+        for ours, theirs, _ in paired:
             for name, value in theirs.items():
                 if name not in ("params", "param_names"):
                     ours[name] = value

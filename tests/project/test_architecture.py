@@ -23,7 +23,7 @@ LAYERS = (
     ("groups", "memory"),
     ("transport", "rules"),
     ("sharding",),
-    ("checks", "options", "owners"),
+    ("checks", "model_checks", "options", "owners", "saved_groups"),
     ("build", "state", "observation", "user_edits"),
     ("sharded_optimizer",),
     ("optimizer", "amp"),

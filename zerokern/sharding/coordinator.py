@@ -19,6 +19,7 @@ from .gradients import GradientBucket
 from .handles import ParamHandle, ParamHandles
 from .initial import make_buffers_equal
 from .join import Join
+from .presence import Presence
 from .reducer import Reducer
 from .schedule import UnitSchedule
 from .sharded import ShardedParameters
@@ -41,12 +42,11 @@ class Coordinator:
             blueprint: what to make.
             groups: torch's param groups, read at every step.
         """
-        transport = blueprint.transport
+        self.transport = transport = blueprint.transport
         options = blueprint.buckets
         self.blueprint = blueprint
         self.layout = blueprint.layout
         self.handles = blueprint.handles
-        self.transport = transport
         self.sharding = blueprint.sharding
         self.groups = groups
         self.updates_in_backward = options.update_in_backward
@@ -91,6 +91,7 @@ class Coordinator:
         """What the gradients of the last step were divided by."""
         self._has_no_group = transport.groups.agrees.process_group is None
         self._skipped = SkippedSteps(self.updater.report)
+        self._presence = Presence(blueprint.model, self.handles.num_columns)
         self._idle: set[int] = set()
         """Parameters that were taken out of their groups: they keep their values."""
         self._joined: Join | None = None
@@ -234,7 +235,9 @@ class Coordinator:
 
     def gather_norm(self) -> None:
         """Exchange the small vector of reduced gradients."""
-        self.updater.gather_norm(self._used(self.gradients))
+        used = self._used(self.gradients)
+        self._presence.check(used, self.handles)
+        self.updater.gather_norm(used)
 
     def _used(self, buckets: Sequence[GradientBucket]) -> list[int]:
         """Return the columns of the parameters that have a gradient in these buckets,
@@ -320,12 +323,6 @@ class Coordinator:
                 " batches would not take part in it; do it before or after"
             )
 
-    def unit_names(self) -> set[str]:
-        """Return the units that have parameters; none in stages 1 and 2."""
-        if isinstance(self.parameters, ShardedParameters):
-            return set(self.parameters.units)
-        return set()
-
     def refuse_in_backward(self, what: str) -> None:
         """Refuse what needs all gradients before the first update.
 
@@ -355,10 +352,11 @@ class Coordinator:
         finally:
             self._joined = None
 
-    def zero_grad(self) -> None:
-        """Every p.grad was zeroed or set to None."""
+    def zero_grad(self, *, all_of: bool) -> None:
+        """Gradients were zeroed or set to None: `all_of` them, or some were just taken
+        out of their groups, which keep theirs."""
         self.parameters.recover()
-        if not self._idle:  # nobody zeroes what is in no group
+        if all_of and not self._idle:
             self.reducer.drop_zeroed()
 
     def forget_gradients(self) -> None:

@@ -107,6 +107,8 @@ class ParameterBucket:
         """[S], this rank's part of the parameters."""
         self.flat = None if sharded else flat
         """[W * S], all of them, where they are not sharded."""
+        self.is_hidden = False
+        """They are placeholders until a reader waits for them."""
         self.moments = dict(moments) if layout.trainable else {}
         mixed = layout.trainable and self.dtype != torch.float32
         kept = set(self.moments.values())
@@ -118,6 +120,14 @@ class ParameterBucket:
         self.shard = ops.Shard(self.own, master, first, second, largest)
         """Parameters and optimizer state of this rank, in their formats."""
         self.refresh_master()
+
+    def hide(self) -> None:
+        """They are placeholders from now on."""
+        self.is_hidden = True
+
+    def show(self) -> None:
+        """They are not any more."""
+        self.is_hidden = False
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """Return a parameter-shaped view of a buffer of this layout for each slot."""

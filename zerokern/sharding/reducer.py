@@ -70,7 +70,7 @@ class Reducer:
         self._foreseen: int | None = 1
         """Backward passes of this step, if it is as the last one."""
         self._learned = False
-        """A backward has ended, so it is known which reduction is the last one."""
+        """A step has ended, on every rank: it is known which reduction is the last."""
         self._next = 0
         """The bucket to be launched next."""
         self._in_flight: deque[GradientBucket] = deque()
@@ -131,6 +131,8 @@ class Reducer:
             return
         if grad.layout != torch.strided:
             slot.refuse_sparse()
+        if bucket.parameters.is_hidden:
+            slot.refuse_unseen()
         with without_placeholders():
             if not self._passes.running:
                 self._notice_zeroing(look=True)
@@ -188,7 +190,6 @@ class Reducer:
                 self._finish_round()
             if self._brings_gradients:
                 self._backwards += self._synchronises
-                self._learned = True
             for bucket in self._buckets:
                 bucket.end_backward()
             self._brings_gradients = False
@@ -338,7 +339,7 @@ class Reducer:
         """Start counting passes and rounds anew."""
         if self._clipping.is_used:
             self._clipping.end_step()
-        self._foreseen = self._backwards or None
+        self._foreseen, self._learned = self._backwards or None, True
         self._backwards = self._rounds = 0
         for bucket in self._buckets:
             if bucket.updates_in_backward:

@@ -59,6 +59,7 @@ class ReplicatedBucket:
         self._is_pending = True
         if self._in_forward:
             self._placeholders.substitute()
+            self.parameters.hide()
 
     def wait(self) -> None:
         """Have the parameters whole when the current stream gets here."""
@@ -67,6 +68,7 @@ class ReplicatedBucket:
             self._is_pending = False
             if self._in_forward:
                 self._placeholders.restore(self._views)
+                self.parameters.show()
 
     def provide(self, param: nn.Parameter, reader: str) -> None:
         """Whoever reads a parameter has to wait for it."""
@@ -210,6 +212,10 @@ class ReplicatedParameters:
         finally:
             for bucket in self._buckets.values():
                 bucket.parameters.refresh_master()
+
+    def unit_names(self) -> set[str]:
+        """Return the units that have parameters: there are none."""
+        return set()
 
     def unit_titles(self) -> list[str]:
         """Return the names of the units, for messages: there are none."""

@@ -80,6 +80,10 @@ class ShardedParameters:
                 " optimizer.full_params():`"
             )
 
+    def unit_names(self) -> set[str]:
+        """Return the units that have parameters."""
+        return set(self.units)
+
     def unit_titles(self) -> list[str]:
         """Return the names of the units, for messages."""
         return [unit.title for unit in self.units.values()]

@@ -200,3 +200,15 @@ class GradientSlot:
             " update_in_backward the last backward before step() updates; run those"
             " before it inside optimizer.no_sync()"
         )
+
+    def refuse_unseen(self) -> None:
+        """Refuse the gradient of a parameter that was read behind our back.
+
+        Raises:
+            RuntimeError: always; names the parameter and the remedy.
+        """
+        raise RuntimeError(
+            f"{self.handle.name!r} was read before it was gathered, by code that shows"
+            " torch none of its reads, such as TorchScript: leave"
+            " Buckets(gather_in_forward=True) out"
+        )

@@ -186,6 +186,21 @@ def taken_out_and_put_back(run: Run) -> None:
 
 
 @script(**OPTIONS)
+def taken_out_with_a_gradient_and_put_back(run: Run) -> None:
+    """Nobody zeroes what is in no group: it accumulates."""
+    group = run.optimizer.param_groups[2]
+    iterate(run, range(2))
+    run.optimizer.param_groups.pop()
+    for step in range(2, 4):
+        run.optimizer.zero_grad()
+        run.backward(step)
+        run.step()
+    run.optimizer.param_groups.append(group)
+    run.backward(4)
+    run.step()
+
+
+@script(**OPTIONS)
 def each_group_in_turn(run: Run) -> None:
     """Block coordinate descent: the list holds one group at a time."""
     groups = list(run.optimizer.param_groups)
