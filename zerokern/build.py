@@ -61,8 +61,8 @@ def blueprint(
         params = _in_model_order(params, model)
         units = unit_of_params(model, buckets.units)
         model_checks.check_hookable(unit_modules(model, buckets.units))
-    elif model is not None and buckets.gather_in_forward:
-        model_checks.check_readable(model)
+    elif buckets.gather_in_forward and not groups.alone:
+        model_checks.check_readable(params)
     specs = [_spec(p, names[id(p)], units) for p in params]
     if sharding.parameters:
         chosen = layout.by_unit(specs, groups.shards.size)

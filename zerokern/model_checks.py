@@ -16,24 +16,49 @@ def check_unwrapped(params: Sequence[Tensor]) -> None:
     Raises:
         ValueError: names the wrapper.
     """
-    if _wrapped(params):
-        gc.collect()  # a wrapper that nobody holds any more does no harm
-        if _wrapped(params):
-            raise ValueError(
-                "the model is wrapped in DistributedDataParallel, which averages the"
-                " gradients that zerokern averages; leave the wrapper out and call the"
-                " module itself (ddp.module)"
-            )
+    if _is_held(params, DistributedDataParallel):
+        raise ValueError(
+            "the model is wrapped in DistributedDataParallel, which averages the"
+            " gradients that zerokern averages; leave the wrapper out and call the"
+            " module itself (ddp.module)"
+        )
 
 
-def _wrapped(params: Sequence[Tensor]) -> bool:
-    # Parameters do not know who wraps their module; the collector knows all wrappers.
+def check_readable(params: Sequence[Tensor]) -> None:
+    """Refuse parameters of TorchScript, which reads them without anybody noticing.
+
+    Raises:
+        ValueError: says the remedy.
+    """
+    if _is_held(params, torch.jit.ScriptModule):
+        raise ValueError(
+            "a part of the model is TorchScript, which would not wait for parameters"
+            " that are still being gathered; leave Buckets(gather_in_forward=True) out,"
+            " or pass the module that was scripted or traced"
+        )
+
+
+def _is_held(params: Sequence[Tensor], kind: type[nn.Module]) -> bool:
+    """Return whether a module of a kind has any of the parameters."""
+    if not _holds(params, kind):
+        return False
+    gc.collect()  # one that nobody holds any more does no harm
+    return _holds(params, kind)
+
+
+def _holds(params: Sequence[Tensor], kind: type[nn.Module]) -> bool:
+    # Parameters do not know their modules; the collector knows all instances.
     ours = set(map(id, params))
-    kinds = (DistributedDataParallel, *DistributedDataParallel.__subclasses__())
-    wrappers = [known for known in gc.get_referrers(*kinds) if type(known) in kinds]
-    return any(
-        id(param) in ours for wrapper in wrappers for param in wrapper.parameters()
-    )
+    kinds = _with_subclasses(kind)
+    modules = [known for known in gc.get_referrers(*kinds) if type(known) in kinds]
+    return any(id(param) in ours for module in modules for param in module.parameters())
+
+
+def _with_subclasses(kind: type[nn.Module]) -> set[type[nn.Module]]:
+    kinds = {kind}
+    for subclass in kind.__subclasses__():
+        kinds |= _with_subclasses(subclass)
+    return kinds
 
 
 def check_hookable(units: Mapping[str, nn.Module]) -> None:
@@ -49,22 +74,6 @@ def check_hookable(units: Mapping[str, nn.Module]) -> None:
                 f"module {name or 'model'!r} is scripted (torch.jit.script), and runs"
                 " no hook that could gather its parameters (stage 3); pass the module"
                 " that was scripted, trace it, or use stage 2"
-            )
-
-
-def check_readable(model: nn.Module) -> None:
-    """Refuse modules that read parameters without anybody noticing.
-
-    Raises:
-        ValueError: names the module.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ValueError(
-                f"module {name or 'model'!r} is TorchScript, which would not wait for"
-                " parameters that are still being gathered; leave"
-                " Buckets(gather_in_forward=True) out, or pass the module that was"
-                " scripted or traced"
             )
 
 

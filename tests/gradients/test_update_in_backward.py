@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import models
 import pytest
 import torch
 from marks import in_stages
-from oracle import differing, sharded, whole
+from oracle import differing, rank, sharded, whole
 from registry import cases_of
 from torch import Tensor, nn
 
@@ -182,3 +182,46 @@ def test_a_graph_that_still_needs_the_old_values_raises_torch_s_own_error() -> N
     model.weight.sum().backward()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.sum().backward()
+
+
+# ------------------------------------------------------- ranks that begin differently
+
+
+def _backwards(optimizer: Any, model: nn.Module, step: int, count: int) -> None:
+    """Accumulate a number of backwards, all but the last without communication."""
+    for number in range(count):
+        with nullcontext() if number == count - 1 else optimizer.no_sync():
+            models.loss_of(model, *models.batch(step)).div(count).backward()
+
+
+COUNTS: dict[str, Callable[[int, int], int]] = {
+    "no backward in the first step": lambda rank, step: int(rank != 1 or step > 0),
+    "no backward in the second step": lambda rank, step: int(rank != 1 or step != 1),
+    "more micro-batches on some ranks": lambda rank, step: 1 + rank,
+    "more of them in the first step": lambda rank, step: 1 + rank * (step == 0),
+}
+
+
+@case(stages=(1, 2))
+def ranks_that_begin_differently(stage: int) -> dict[str, dict[str, Tensor]]:
+    found = {}
+    for name, count in COUNTS.items():
+        for late in (False, True):
+            options = {} if late else {"buckets": IN_BACKWARD}
+            model = models.toy()
+            optimizer = sharded(model, stage, lr=1e-2, **options)
+            for step in range(4):
+                optimizer.zero_grad()
+                _backwards(optimizer, model, step, count(rank(), step))
+                optimizer.step()
+            found[f"{name}, {late}"] = whole(model, optimizer)
+    return found
+
+
+@pytest.mark.parametrize("at", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("name", COUNTS)
+def test_ranks_may_begin_differently(name: str, stage: int, at: int) -> None:
+    """With other numbers of backwards; the weights are those of updates at the step."""
+    for results in case.done(at)["ranks_that_begin_differently", stage]:
+        assert differing(results[f"{name}, False"], results[f"{name}, True"]) == []

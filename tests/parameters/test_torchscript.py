@@ -229,3 +229,66 @@ def chosen_units(stage: int) -> str:
 def test_chosen_units_that_are_scripted_are_refused(at: int) -> None:
     for message in case.done(at)["chosen_units", 3]:
         assert "'units.0.inner'" in message and "scripted" in message
+
+
+# ------------------------------------------------------------------- gather_in_forward
+
+
+LATE = zerokern.Buckets(bytes=200, gather_in_forward=True)
+
+COMPILED: dict[str, Callable[[], nn.Module]] = {
+    "scripted": lambda: torch.jit.script(Chain()),
+    "traced": lambda: traced(Chain()),
+    "a scripted unit": lambda: with_units(torch.jit.script, 1),
+    "a traced unit": lambda: with_units(traced, 1),
+    "a scripted part of units": with_scripted_inside,
+}
+
+
+@case(stages=(1, 2))
+def gathers_in_forward(stage: int) -> dict[str, str]:
+    """Return what is said."""
+    found = {}
+    for name, build in COMPILED.items():
+        model = quietly(build)
+        try:
+            sharded(model, stage, buckets=LATE)
+            found[name] = ""
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+@at_worlds
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_code_does_not_wait_for_a_gather(
+    name: str, stage: int, at: int
+) -> None:
+    """It is refused; in a world of one nothing is gathered."""
+    for results in case.done(at)["gathers_in_forward", stage]:
+        assert ("is TorchScript" in results[name]) == (at > 1)
+
+
+@case(stages=(1, 2))
+def compiled_once_it_was_built(stage: int) -> str:
+    model = Chain()
+    optimizer = sharded(model, stage, buckets=LATE)
+    compiled = quietly(lambda: torch.jit.script(model))
+    message = ""
+    try:
+        for step in range(2):
+            optimizer.zero_grad()
+            squares(compiled(batch(step, rank()))).backward()
+            optimizer.step()
+    except RuntimeError as error:
+        message = str(error)
+    assert not any(p.isnan().any() for p in whole(model, optimizer).values())
+    return message
+
+
+@at_worlds
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_gradient_of_what_was_read_unseen_is_refused(stage: int, at: int) -> None:
+    for message in case.done(at)["compiled_once_it_was_built", stage]:
+        assert ("was read before it was gathered" in message) == (at > 1)

@@ -141,6 +141,9 @@ class UnitBucket:
         self.parameters = parameters
         self.gather = Gather(transport, parameters.layout, unit.title, "forward")
         self.placeholders = Placeholders(parameters.params, unit)
+        # A graph from before, which has saved them, refuses its backward in torch's
+        # words: what it would read is gone.
+        torch.autograd.graph.increment_version(parameters.params)
         self.placeholders.substitute()
         self.whole: Tensor | None = None
         """[W * S], the gathered parameters."""

@@ -40,7 +40,7 @@ def nan_on_one_rank_skips_all_with_clipping(run: Run) -> None:
 
 
 @script()
-def nan_clipped_by_a_call_skips_one_step_only(run: Run) -> None:
+def nan_clipped_by_a_call_skips_one_step(run: Run) -> None:
     for step in range(4):
         run.optimizer.zero_grad()
         if step != 1:
