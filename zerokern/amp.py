@@ -9,7 +9,11 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from .checking.plain import PlainOptimizer
 from .sharded_optimizer import ShardedOptimizer
+
+Averaging = ShardedOptimizer | PlainOptimizer
+"""Optimizers that unscale averaged gradients themselves."""
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -35,7 +39,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             RuntimeError: called twice since `update()`, or after `step()`.
         """
-        if not isinstance(optimizer, ShardedOptimizer):
+        if not isinstance(optimizer, Averaging):
             super().unscale_(optimizer)
             return
         if not self._enabled:
@@ -61,7 +65,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             RuntimeError: called twice since `update()`, or with a closure.
         """
-        if not self._enabled or not isinstance(optimizer, ShardedOptimizer):
+        if not self._enabled or not isinstance(optimizer, Averaging):
             return super().step(optimizer, *args, **kwargs)
         if any(value is not None for value in (*args, *kwargs.values())):
             raise RuntimeError(
@@ -80,7 +84,7 @@ class GradScaler(torch.amp.GradScaler):
         )
         (found,) = state["found_inf_per_device"].values()
         result = (
-            type(optimizer).step(optimizer)
+            type(optimizer).step(optimizer)  # type: ignore[arg-type]
             if watched and found.item()
             else optimizer.step()
         )
@@ -94,9 +98,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._enabled and self._scale is not None:
             self._scale.clamp_(min=torch.finfo(torch.float32).tiny)
 
-    def _note_overflow(
-        self, optimizer: ShardedOptimizer, state: dict[str, Any]
-    ) -> None:
+    def _note_overflow(self, optimizer: Averaging, state: dict[str, Any]) -> None:
         """Note whether this iteration's gradients are finite; nothing is sent if they
         are reduced already."""
         scale = self._get_scale_async()

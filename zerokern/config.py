@@ -33,6 +33,27 @@ def backend() -> Backend:
     return value  # type: ignore[return-value]
 
 
+def check_steps() -> int:
+    """Return `ZEROKERN_CHECK`: how many steps of a script are compared with plain
+    torch, after which it ends; 0, the default, is none.
+
+    Raises:
+        ValueError: the variable holds anything but a number.
+    """
+    value = os.environ.get("ZEROKERN_CHECK", "") or "0"
+    if not value.isdecimal():
+        raise ValueError(
+            f"ZEROKERN_CHECK is {value!r}; it must be how many steps to compare with"
+            " plain torch, such as 3: set or unset it"
+        )
+    return int(value)
+
+
+def rank_of_process() -> int:
+    """Return `RANK`, which torchrun sets; 0 without it."""
+    return int(os.environ.get("RANK", "0"))
+
+
 Master = Literal["fp32", "split32", "split24", "none"]
 Moments = Literal["fp32", "bf16", "8bit"]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .comm_log import Call
 from .memory import Memory, bytes_of
+from .sharding.clipping import coefficient, tighter
 from .sharding.coordinator import Coordinator
 from .sharding.gradient_states import BucketState
 from .sharding.gradients import GradientBucket
@@ -96,6 +97,38 @@ class Observation:
         bucket, handle = found
         piece = bucket.parameters.piece_of(handle)
         return bucket.shard[piece.start : piece.start + piece.numel]
+
+    def gradients_to_use(
+        self,
+        max_norm: float | None,
+        loss_scale: Tensor | None,
+    ) -> dict[int, Tensor | None]:
+        """Return what the coming update works with: gradients averaged, unscaled and
+        clipped, by the id of the parameter. All ranks must call it.
+
+        Args:
+            max_norm, loss_scale: as of `Coordinator.step`.
+
+        Returns:
+            fp32, whole; None of a parameter that no rank has used. Empty if updates are
+                made in backward.
+        """
+        coordinator = self._coordinator
+        if coordinator.updates_in_backward:
+            return {}
+        coordinator.synchronize()
+        bound = tighter(max_norm, coordinator.clipping.bound)
+        norm = coordinator.updater.norm(loss_scale)
+        factor = torch.ones_like(norm) if bound is None else coefficient(norm, bound)
+        if loss_scale is not None:
+            factor = factor / loss_scale.to(norm.device, torch.float64)
+        found: dict[int, Tensor | None] = {}
+        for handle in coordinator.handles:
+            if handle.column >= 0 and handle.group >= 0:
+                gradient = self.full_grad(handle.param)
+                used = None if gradient is None else gradient * factor
+                found[id(handle.param)] = used if used is None else used.float()
+        return found
 
     def _find(self, param: nn.Parameter) -> tuple[GradientBucket, ParamHandle] | None:
         """Synchronize all gradients. Return the bucket of one and its handle, or None

@@ -64,7 +64,8 @@ def _names(groups: Sequence[SavedGroup]) -> list[str] | None:
 
 
 def _named(
-    group: Group, saved: Sequence[SavedGroup]
+    group: Group,
+    saved: Sequence[SavedGroup],
 ) -> tuple[Group, SavedGroup, list[Any]]:
     for of_group in saved:
         if set(of_group[NAMES]) == set(group[NAMES]):

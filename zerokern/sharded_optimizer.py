@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
 from . import build, checks, owners
+from .checking.checked import Checked
 from .config import Buckets, Precision
 from .eager import eager
 from .groups import Groups
@@ -34,7 +34,7 @@ class _Parts(NamedTuple):
     observation: Observation
 
 
-class ShardedOptimizer(Optimizer):
+class ShardedOptimizer(Checked):
     """Base of the optimizers: torch's contract, and the methods beyond it."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -93,6 +93,7 @@ class ShardedOptimizer(Optimizer):
         # From the first moment on: an empty state makes DCP take a step.
         self._edits = UserEdits(self.param_groups, coordinator.handles)
         self._edits.show(self.state, state.by_param())
+        self.begin_check(model)
 
     def _live(self) -> _Parts:
         if self._parts is None:
@@ -353,8 +354,7 @@ class ShardedOptimizer(Optimizer):
         enter it.
 
         Edits must be the same on all ranks; they are kept, and master weights follow.
-        If the body raises, stage 3 drops them; in stages 1 and 2 the model was edited
-        in place.
+        If the body raises, stage 3 drops them; stages 1 and 2 edit in place.
         """
         coordinator = self.coordinator
         if coordinator.sharding.parameters:

@@ -298,7 +298,10 @@ def _copied(entry: Entry) -> Entry:
 
 
 def _form(
-    values: Tensor, bucket: ParameterBucket, name: str, entries: Sequence[Entry]
+    values: Tensor,
+    bucket: ParameterBucket,
+    name: str,
+    entries: Sequence[Entry],
 ) -> None:
     """Form one state of a bucket's shard in fp32, of what is in full form."""
     values.copy_(bucket.own) if name == "master" else values.zero_()

@@ -14,7 +14,7 @@ import pytest
 from repository import ROOT
 
 # Bottom up. A module imports from lower layers, or from its own package (kernels,
-# sharding, plan, examples).
+# sharding, checking, plan, examples).
 LAYERS = (
     ("layout", "config", "eager", "pretend", "streams", "comm_log", "announcements"),
     ("kernels",),
@@ -25,6 +25,7 @@ LAYERS = (
     ("sharding",),
     ("checks", "model_checks", "options", "owners", "saved_groups"),
     ("build", "state", "observation", "user_edits"),
+    ("checking",),
     ("sharded_optimizer",),
     ("optimizer", "amp"),
     ("__init__", "checkpoint", "plan", "integrations"),
@@ -37,6 +38,8 @@ DISTRIBUTED_TYPES = {"ProcessGroup", "DeviceMesh"}
 COMMUNICATORS = {
     "zerokern/transport.py": "collectives belong here",
     "zerokern/groups.py": "knows who is in a group, and compares descriptions",
+    "zerokern/checking/plain.py": "averages in the plainest way",
+    "zerokern/checking/session.py": "keeps the process group over the runs of a script",
     "zerokern/plan/rehearsal.py": "brings the fake process group",
     "zerokern/plan/script.py": "keeps a script from bringing a real one",
     "zerokern/plan/calibration.py": "starts ranks, to measure them",

@@ -105,7 +105,9 @@ class Updater:
         ]
 
     def grown(
-        self, handles: ParamHandles, buckets: Sequence[ParameterBucket]
+        self,
+        handles: ParamHandles,
+        buckets: Sequence[ParameterBucket],
     ) -> Updater:
         """Return one for more parameters, which goes on from here.
 
