@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from .holders import is_held
 
 
 def check_unwrapped(params: Sequence[Tensor]) -> None:
@@ -16,7 +17,7 @@ def check_unwrapped(params: Sequence[Tensor]) -> None:
     Raises:
         ValueError: names the wrapper.
     """
-    if _is_held(params, DistributedDataParallel):
+    if is_held(params, DistributedDataParallel):
         raise ValueError(
             "the model is wrapped in DistributedDataParallel, which averages the"
             " gradients that zerokern averages; leave the wrapper out and call the"
@@ -30,35 +31,12 @@ def check_readable(params: Sequence[Tensor]) -> None:
     Raises:
         ValueError: says the remedy.
     """
-    if _is_held(params, torch.jit.ScriptModule):
+    if is_held(params, torch.jit.ScriptModule):
         raise ValueError(
             "a part of the model is TorchScript, which would not wait for parameters"
             " that are still being gathered; leave Buckets(gather_in_forward=True) out,"
             " or pass the module that was scripted or traced"
         )
-
-
-def _is_held(params: Sequence[Tensor], kind: type[nn.Module]) -> bool:
-    """Return whether a module of a kind has any of the parameters."""
-    if not _holds(params, kind):
-        return False
-    gc.collect()  # one that nobody holds any more does no harm
-    return _holds(params, kind)
-
-
-def _holds(params: Sequence[Tensor], kind: type[nn.Module]) -> bool:
-    # Parameters do not know their modules; the collector knows all instances.
-    ours = set(map(id, params))
-    kinds = _with_subclasses(kind)
-    modules = [known for known in gc.get_referrers(*kinds) if type(known) in kinds]
-    return any(id(param) in ours for module in modules for param in module.parameters())
-
-
-def _with_subclasses(kind: type[nn.Module]) -> set[type[nn.Module]]:
-    kinds = {kind}
-    for subclass in kind.__subclasses__():
-        kinds |= _with_subclasses(subclass)
-    return kinds
 
 
 def check_hookable(units: Mapping[str, nn.Module]) -> None:

@@ -17,6 +17,7 @@ from repository import ROOT
 # sharding, checking, plan, examples).
 LAYERS = (
     ("layout", "config", "eager", "pretend", "streams", "comm_log", "announcements"),
+    ("holders",),
     ("kernels",),
     ("backends",),
     ("ops",),

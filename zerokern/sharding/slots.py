@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import sys
 
+import torch
 from torch import Tensor
 
+from ..holders import is_held
 from .gradient_states import HAS_LOCAL, HAS_REDUCED, OURS, Seen, SlotState
 from .handles import ParamHandle
 from .parameters import gradient_dtype
@@ -202,11 +204,14 @@ class GradientSlot:
         )
 
     def refuse_unseen(self) -> None:
-        """Refuse the gradient of a parameter that was read behind our back.
+        """The parameter is a placeholder, and yet a gradient comes: of a forward that
+        ran before the last step, or that has read it behind our back. Refuse that.
 
         Raises:
-            RuntimeError: always; names the parameter and the remedy.
+            RuntimeError: names the parameter and the remedy.
         """
+        if not is_held([self.param], torch.jit.ScriptModule):
+            return
         raise RuntimeError(
             f"{self.handle.name!r} was read before it was gathered, by code that shows"
             " torch none of its reads, such as TorchScript: leave"
