@@ -66,28 +66,26 @@ def scripts(way: str) -> list[str]:
     return IN_BACKWARD if way in ("in backward", "both") else SCRIPTS.of_common_model()
 
 
+COMPARED = [
+    (name, stage, way)
+    for way in ("in backward", "in forward", "both")
+    for name in scripts(way)
+    for stage in STAGES_OF.get(way, STAGES)
+]
+
+
 @pytest.fixture(scope="module", params=ranks.worlds(2, rarely=(1, 3)))
 def played(request: pytest.FixtureRequest) -> ranks.Cases:
-    """Every script in every stage and way, on one group of ranks."""
-    cases = {
-        (name, stage, way): functools.partial(_play, name, stage, request.param, way)
-        for stage in STAGES
-        for way in WAYS
-        for name in scripts(way)
-        if stage in STAGES_OF.get(way, STAGES)
-    }
+    """What is compared, and with what, on one group of ranks."""
+    cases = {}
+    for name, stage, way in COMPARED:
+        for played in (way, "default"):
+            run = functools.partial(_play, name, stage, request.param, played)
+            cases[name, stage, played] = run
     return ranks.run_cases(request.param, cases)
 
 
-@pytest.mark.parametrize(
-    ("name", "stage", "way"),
-    [
-        (name, stage, way)
-        for way in ("in backward", "in forward", "both")
-        for name in scripts(way)
-        for stage in STAGES_OF.get(way, STAGES)
-    ],
-)
+@pytest.mark.parametrize(("name", "stage", "way"), COMPARED)
 def test_same_bits(played: ranks.Cases, name: str, stage: int, way: str) -> None:
     """Parameters, moments, counters, and no memory left."""
     results = played[name, stage, way]
