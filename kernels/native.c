@@ -66,9 +66,12 @@ INLINE words stochastic(floats x, words random, int32_t largest) {
     return quiet(bits + (random & (words)((ints)(bits & 0x7fffffffu) < largest)), x);
 }
 
+/* To nearest even, in the upper halves. */
+INLINE words nearest_bf16(floats x) { return quiet((words)x + 0x7fffu + (((words)x >> 16) & 1u), x); }
+
 INLINE void store_bf16(uint16_t *out, const floats *x) {
     words bits[4];
-    FOUR(bits[k] = quiet((words)x[k] + 0x7fffu + (((words)x[k] >> 16) & 1u), x[k]);)
+    FOUR(bits[k] = nearest_bf16(x[k]);)
     store_halves(out, NULL, bits);
 }
 
@@ -199,12 +202,24 @@ INLINE void store(void *values, int64_t format, int64_t at, const floats *x, int
         FOUR(store_fp16(out + k * EIGHT, y[k]);)
 }
 
+/* The master where it rounds to the parameter, which else somebody has written to, and which is the weight then. */
+INLINE void load_master(floats *w, const struct update *u, int64_t at) {
+    const int is_bf16 = u->param_format == BF16;
+    floats written[4];
+    load(w, u->master, FP32, at, 0);
+    load(written, u->param, is_bf16 ? BF16 : FP16, at, 0);
+    FOUR(floats rounded = is_bf16 ? (floats)(nearest_bf16(w[k]) & 0xffff0000u) : round_fp16(w[k]);
+         w[k] = (floats)choose(rounded == written[k], (words)w[k], (words)written[k]);)
+}
+
 INLINE void load_weights(floats *w, const struct update *u, int format, int64_t at, int plain) {
     const uint16_t *high = (const uint16_t *)u->param + at;
     if (format == SPLIT24)
         load_split24((words *)w, high, (const int8_t *)u->master + at);
     else if (format == SPLIT32)
         load_halves((words *)w, high, (const int16_t *)u->master + at);
+    else if (format == MASTER)
+        load_master(w, u, at);
     else
         load(w, u->master, format == BF16 ? BF16 : FP32, at, plain);
 }

@@ -251,7 +251,8 @@ def update_(
 
     Args:
         shard: parameters and optimizer state, in any of their formats. Written;
-            inactive parameters keep their bits.
+            inactive parameters keep their bits. A 16-bit parameter that its fp32 master
+            does not round to was written to by somebody else: it is the weight then.
         grad: [S], fp32, bf16 or fp16. Not modified.
         rule: "adam", "lion" or "sgd".
         table: fp32 [12, R], entries as in TABLE.

@@ -53,14 +53,20 @@ def part_of(shard: Shard, blocks: slice) -> Shard:
 
 
 def load_weights(shard: Shard) -> Tensor:
-    """Return the weights of a shard at their full precision, fp32 [S]. Exact."""
+    """Return the weights of a shard at their full precision, fp32 [S]. Exact.
+
+    An fp32 master counts where it rounds to the parameter, to nearest even; zeros of
+    either sign are the same. Elsewhere somebody has written to the parameter, which is
+    the weight then, NaN included.
+    """
     if shard.master is None:
         return shard.param.float()
     if shard.master.dtype == torch.int16:
         return codecs.join32(shard.param, shard.master)
     if shard.master.dtype == torch.int8:
         return codecs.join24(shard.param, shard.master)
-    return shard.master
+    untouched = shard.master.to(shard.param.dtype) == shard.param
+    return torch.where(untouched, shard.master, shard.param.float())
 
 
 def store_weights(shard: Shard, weights: Tensor, random: Tensor) -> None:
@@ -114,14 +120,11 @@ def refresh_master(shard: Shard) -> None:
     if shard.master is None:
         return
     weights = load_weights(shard)
+    if shard.master.dtype == torch.float32:
+        shard.master.copy_(weights)
+        return
     untouched = weights.to(shard.param.dtype) == shard.param
-    kept = shard.master if shard.master.dtype == torch.float32 else shard.master.float()
-    fresh = (
-        shard.param.float()
-        if shard.master.dtype == torch.float32
-        else torch.zeros_like(kept)
-    )
-    shard.master.copy_(torch.where(untouched, kept, fresh))
+    shard.master.masked_fill_(~untouched, 0)
 
 
 def load_moment(moment: Moment | None, form: codecs.Format8 | None) -> Tensor | None:

@@ -53,11 +53,25 @@ def entry(scalars, INDEX: tl.constexpr):
 
 
 @triton.jit
+def unless_written(master, param):
+    """Return the fp32 master where it rounds to the 16-bit param, which else somebody
+    has written to, and which is returned then, widened."""
+    # Widened, since the interpreter would compare the patterns of bf16 numbers.
+    written = widen(param)
+    return tl.where(widen(narrow(master, param.dtype)) == written, master, written)
+
+
+@triton.jit
 def load_weight(param_ptr, master_ptr, offsets, inside):
     """Return the weight at full precision. The master is that of arguments.Shard; where
     there is none, the param."""
-    if master_ptr.dtype.element_ty == tl.float32:
+    if param_ptr.dtype.element_ty == tl.float32:
         return tl.load(master_ptr + offsets, mask=inside)
+    elif master_ptr.dtype.element_ty == tl.float32:
+        return unless_written(
+            tl.load(master_ptr + offsets, mask=inside),
+            tl.load(param_ptr + offsets, mask=inside),
+        )
     elif master_ptr.dtype.element_ty == tl.bfloat16:
         return widen(tl.load(param_ptr + offsets, mask=inside))
     else:
@@ -252,8 +266,8 @@ def update_kernel(
     Reads:      grad, weights, moments [S]
                 bytes per element: grad + weights + moments
                 Weights are param and master; a 16-bit param beside an fp32 master is
-                only written. Moments in 8-bit blocks have a scale per block, 1/64 byte
-                per element each.
+                read to find what somebody else has written to it. Moments in 8-bit
+                blocks have a scale per block, 1/64 byte per element each.
                 Per block also its column, int32, and the scalars of that column, which
                 stay in the cache.
     Writes:     param, master, moments [S]

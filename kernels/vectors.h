@@ -153,6 +153,7 @@ INLINE floats load_fp16(const uint16_t *in) { return _mm256_cvtph_ps(_mm_loadu_s
 INLINE void store_fp16(uint16_t *out, floats x) {
     _mm_storeu_si128((__m128i *)out, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
+INLINE floats round_fp16(floats x) { return _mm256_cvtph_ps(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }
 #elif defined __FLT16_MANT_DIG__
 enum { HAS_FP16 = 1 };
 INLINE floats load_fp16(const uint16_t *in) {
@@ -163,8 +164,13 @@ INLINE floats load_fp16(const uint16_t *in) {
 INLINE void store_fp16(uint16_t *out, floats x) {
     for (int i = 0; i < EIGHT; i++) ((_Float16 *)out)[i] = (_Float16)x[i];
 }
+INLINE floats round_fp16(floats x) {
+    for (int i = 0; i < EIGHT; i++) x[i] = (float)(_Float16)x[i];
+    return x;
+}
 #else
 enum { HAS_FP16 = 0 };
 INLINE floats load_fp16(const uint16_t *in) { return (floats){in[0]}; }
 INLINE void store_fp16(uint16_t *out, floats x) { out[0] = (uint16_t)x[0]; }
+INLINE floats round_fp16(floats x) { return x; }
 #endif
