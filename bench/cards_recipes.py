@@ -117,9 +117,9 @@ def _updates() -> Iterator[Recipe]:
     scale = 2 / BLOCK  # one scale per block, read and written
     yield _update("fp32", grad="fp32", floor=28)
     yield _update("fp32", floor=26)
-    yield _update("bf16", "fp32", floor=28)
-    yield _update("bf16", "fp32", grad="fp32", floor=30)
-    yield _update("fp16", "fp32", grad="fp16", floor=28)
+    yield _update("bf16", "fp32", floor=30)
+    yield _update("bf16", "fp32", grad="fp32", floor=32)
+    yield _update("fp16", "fp32", grad="fp16", floor=30)
     yield _update("bf16", "split32", floor=26)
     yield _update("bf16", "split32", "bf16", floor=18)
     yield _update("bf16", "split32", "8bit", floor=14 + 2 * scale)
@@ -229,7 +229,7 @@ def _update_sizes(
         "grad": ITEMSIZE[grad],
         "param": ITEMSIZE[param],
         "master": kept,
-        "weights": kept if master == "fp32" else ITEMSIZE[param] + kept,
+        "weights": ITEMSIZE[param] + kept,
         "moments": 0,
     }
     if moments is not None:

@@ -44,12 +44,11 @@ class Recipe(NamedTuple):
         return ops.MOMENTS[self.moments].bytes
 
     @property
-    def weight_bytes(self) -> tuple[int, int]:
-        """Bytes per element of the weights that an update reads and writes."""
+    def weight_bytes(self) -> int:
+        """Bytes per element of parameter and master, which an update reads and
+        writes."""
         form = ops.MASTERS[self.master or "none"]
-        master = 0 if form is None else form.dtype.itemsize
-        written = self.param.itemsize + master
-        return (master if self.master == "fp32" else written), written
+        return self.param.itemsize + (0 if form is None else form.dtype.itemsize)
 
     @property
     def update_bytes(self) -> float:
@@ -57,7 +56,7 @@ class Recipe(NamedTuple):
         moments written once."""
         return (
             self.grad.itemsize
-            + sum(self.weight_bytes)
+            + 2 * self.weight_bytes
             + 2 * self.num_moments * self.moment_bytes
         )
 
@@ -72,7 +71,7 @@ class Recipe(NamedTuple):
         """Bytes per element that a shard and its gradient occupy."""
         return (
             self.grad.itemsize
-            + self.weight_bytes[1]
+            + self.weight_bytes
             + self.num_moments * self.moment_bytes
         )
 
