@@ -108,6 +108,9 @@ class OptimizerState:
         alone = self._coordinator.transport.groups.alone
         if self._whole is not None:
             return self._whole
+        # What was written to a parameter would be undone by a master that is loaded.
+        for bucket in self._coordinator.trainable:
+            bucket.refresh_master()
         if alone and not self.is_plain():
             return self.gather(None)
         if not alone and not self._warned:
@@ -316,11 +319,15 @@ def _form(
 
 def _load_sharded(bucket: ParameterBucket, entries: Sequence[Entry]) -> None:
     """Copy what is of sharded form, as it is stored."""
+    master = bucket.shard.master
     for handle, entry in zip(bucket.handles, entries, strict=True):
         piece = bucket.piece_of(handle)
         if piece.numel and "range" in entry:
             for name, (tensor, per_entry) in bucket.stored().items():
                 _part(tensor, per_entry, piece).copy_(entry[name])
+            if master is not None and master.dtype == torch.float32:
+                # Else the next update would take the parameter for a later write.
+                _part(bucket.own, 1, piece).copy_(_part(master, 1, piece))
 
 
 def _follow_masters(bucket: ParameterBucket, entries: Sequence[Entry]) -> None:

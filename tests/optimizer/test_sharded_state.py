@@ -59,6 +59,7 @@ def save(stage: int, dtype: torch.dtype) -> State:
     back = state_of(model, optimizer)
     optimizer.load_state_dict(quiet_state_dict(optimizer))
     no_op = differing(state_of(model, optimizer), back)
+    train_by_hand(model, optimizer, range(3, 4))
     return {
         "full": full,
         "only_one": only_one,
@@ -68,6 +69,7 @@ def save(stage: int, dtype: torch.dtype) -> State:
         "no_op": no_op,
         "sharded": sharded_form,
         "back": back,
+        "again": everything(model, optimizer),
     }
 
 
@@ -142,6 +144,13 @@ def test_shards_load_where_they_were_saved(stage: int, dtype: str) -> None:
     for result in saves()[stage, dtype]:
         kept = {name: value for name, value in result["before"].items() if "/" in name}
         assert differing(result["back"], kept) == []
+
+
+@in_stages
+def test_the_next_step_starts_from_loaded_masters(stage: int) -> None:
+    """They are the weights of 16-bit parameters, though nobody has loaded these."""
+    for result in saves()[stage, "bf16"]:
+        assert differing(result["again"], result["next"]) == []
 
 
 def flat(saved: State) -> dict[str, Tensor]:
