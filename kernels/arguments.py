@@ -117,7 +117,8 @@ class Shard(NamedTuple):
     """[S], this rank's slot of the gather buffer. fp32, bf16 or fp16."""
 
     master: Tensor | None
-    """Makes a 16-bit parameter precise: fp32 [S], master weights of their own;
+    """Makes a 16-bit parameter precise: fp32 [S], master weights of their own, which
+    count where they round to the parameter, so where nobody else has written to it;
     int16 [S], the low half of a split fp32 master whose high half is the bf16
     parameter; int8 [S], the low byte of a 24-bit one; or None: an fp32 parameter is its
     own master, and a bf16 parameter is rounded stochastically."""
