@@ -332,7 +332,7 @@ def _load_sharded(bucket: ParameterBucket, entries: Sequence[Entry]) -> None:
 
 def _follow_masters(bucket: ParameterBucket, entries: Sequence[Entry]) -> None:
     """Let 16-bit parameters be what their masters round to, where these were loaded in
-    full form: else they would stay behind until the next step."""
+    full form: else the next update would start from the parameters."""
     if bucket.shard.master is None:
         return
     for handle, entry in zip(bucket.handles, entries, strict=True):
