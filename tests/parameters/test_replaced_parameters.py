@@ -57,13 +57,19 @@ def _sets_one_weight(model: nn.Module, optimizer: Any) -> None:
     head.weight = nn.Parameter(torch.zeros(head.weight.shape))
 
 
+def _loads_one_module(model: nn.Module, optimizer: Any) -> None:
+    other = models.toy(seed=1, blocks=2).get_submodule("blocks.1")
+    with optimizer.full_params():
+        model.get_submodule("blocks.1").load_state_dict(other.state_dict(), assign=True)
+
+
 def _replaces_a_module(model: Any, optimizer: Any) -> None:
     model.head = nn.Linear(model.head.in_features, model.head.out_features)
 
 
 REPLACED: dict[str, Callable[[nn.Module, Any], None]] = {
     f.__name__.strip("_").replace("_", " "): f
-    for f in (_loads_by_assigning, _sets_one_weight, _replaces_a_module)
+    for f in (_loads_by_assigning, _sets_one_weight, _loads_one_module)
 }
 
 
@@ -95,16 +101,19 @@ def test_what_nobody_would_train_is_refused(
     """At the next step, on all ranks, by name. Nothing was updated."""
     for results in case.done(at)["parameters_replaced", stage]:
         message, changed = results[name, steps]
-        assert "is another parameter now" in message
+        assert "was replaced" in message
         assert "assign=True" in message
         assert changed == []
 
 
+NEW_HEADS = "added", "frozen", "left out"
+
+
 @case(stages=(1, 2))
-def head_replaced_and_added(stage: int) -> dict[str, Any]:
-    """Return parameters: a new head that is trained, one that is frozen."""
+def head_replaced(stage: int) -> dict[str, Any]:
+    """Return what differs from torch, by what becomes of a new head."""
     found: dict[str, Any] = {}
-    for name, freeze in (("added", False), ("frozen", True)):
+    for name in NEW_HEADS:
         sides = []
         for of_stage in (None, stage):
             model, optimizer = built(of_stage)
@@ -112,9 +121,8 @@ def head_replaced_and_added(stage: int) -> dict[str, Any]:
             torch.manual_seed(3)
             _replaces_a_module(model, optimizer)
             head = model.get_submodule("head")
-            if freeze:
-                head.requires_grad_(False)
-            else:
+            head.requires_grad_(name != "frozen")
+            if name == "added":
                 optimizer.add_param_group({"params": list(head.parameters())})
             for step in range(1, 4):
                 step_on_all(model, optimizer, step)
@@ -125,12 +133,12 @@ def head_replaced_and_added(stage: int) -> dict[str, Any]:
 
 @at_worlds
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("name", ["added", "frozen"])
-def test_a_new_module_that_the_optimizer_knows_trains(
+@pytest.mark.parametrize("name", NEW_HEADS)
+def test_a_new_module_trains_if_the_optimizer_knows_it(
     name: str, stage: int, at: int
 ) -> None:
-    """As under torch; and so does one that is not to be trained."""
-    for results in case.done(at)["head_replaced_and_added", stage]:
+    """As under torch, which leaves one alone that was not added."""
+    for results in case.done(at)["head_replaced", stage]:
         assert results[name] == {}
 
 

@@ -1,7 +1,8 @@
-"""Whether a model still has the parameters that its optimizer trains."""
+"""Whether a model still has, in its modules, the parameters that are trained."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 from torch import nn
@@ -11,11 +12,20 @@ from .handles import ParamHandles
 
 class Presence:
     """Looks at the parameters of a model that bring no gradient any more: another one
-    may have taken their place, which nobody trains."""
+    may have taken their place in their module, and nobody trains that. A module that
+    was replaced has parameters of its own, as in torch."""
 
-    def __init__(self, model: nn.Module | None, num_columns: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module | None,
+        num_columns: int,
+    ) -> None:
         """Watch a model, if there is one."""
-        self._model = model
+        self._places: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
+        """The module of each parameter, by its id, and its name there."""
+        for module in () if model is None else model.modules():
+            for name, param in module.named_parameters(recurse=False):
+                self._places[id(param)] = weakref.ref(module), name
         self._used = set(range(num_columns))
         """Columns of those that had a gradient in the last step."""
 
@@ -29,30 +39,26 @@ class Presence:
         Raises:
             RuntimeError: one was replaced; names it and the remedy.
         """
-        if self._model is None:
+        if not self._places:
             return
         gone, self._used = self._used.difference(used), set(used)
         for handle in handles if gone else ():
             if handle.column not in gone:
                 continue
-            param = _found(self._model, handle.name)
+            param = self._found(handle.param)
             if param is None or param is handle.param or not param.requires_grad:
                 continue
             if handles.find(param) is None:
                 raise RuntimeError(
-                    f"{handle.name!r} of the model is another parameter now than the"
-                    " one that the optimizer trains, as after"
-                    " load_state_dict(assign=True): load without assign=True, add the"
+                    f"{handle.name!r} was replaced: its module has another parameter"
+                    " now than the one that the optimizer trains, as after"
+                    " load_state_dict(assign=True). Load without assign=True, add the"
                     " new one to the optimizer, or build a new optimizer. Nothing was"
                     " updated"
                 )
 
-
-def _found(model: nn.Module, name: str) -> nn.Parameter | None:
-    """Return the parameter of a name, which may be a placeholder; None if there is
-    none."""
-    path, _, last = name.rpartition(".")
-    try:
-        return model.get_submodule(path)._parameters.get(last)
-    except AttributeError:
-        return None
+    def _found(self, param: nn.Parameter) -> nn.Parameter | None:
+        """Return what is in a parameter's place now."""
+        reference, name = self._places.get(id(param), (None, ""))
+        module = None if reference is None else reference()
+        return None if module is None else module._parameters.get(name)
