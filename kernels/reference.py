@@ -135,7 +135,8 @@ def scalars_(
         seeds: int64 [R], a hash of the user's seed and the parameter's index, the same
             in every layout.
         gathered: int64 [W, 1 + ceil(R / 32)], a row per rank: the bits of the fp64 sum
-            of squares of its shards, then its used bits, 32 to a word.
+            of squares of its shards, then its used bits, 32 to a word; what is above
+            them is not looked at.
         limits: fp64 [2]: largest norm (infinity: no clipping), loss scale.
     """
     columns = torch.arange(steps.numel(), device=steps.device)

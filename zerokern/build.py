@@ -215,7 +215,10 @@ def _in_model_order(
 
 
 def _initial(
-    params: Sequence[nn.Parameter], model: nn.Module | None, init: Any, groups: Groups
+    params: Sequence[nn.Parameter],
+    model: nn.Module | None,
+    init: Any,
+    groups: Groups,
 ) -> Initial | None:
     """Return what makes parameters that are on the meta device; None if none is."""
     if not any(param.is_meta for param in params):

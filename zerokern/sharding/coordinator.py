@@ -237,7 +237,9 @@ class Coordinator:
         """Exchange the small vector of reduced gradients."""
         used = self._used(self.gradients)
         self._presence.check(used, self.handles)
-        self.updater.gather_norm(used)
+        self.updater.gather_norm(used, self.parameters.mark)
+        if self.updater.marks_differ():
+            self.parameters.compare()
 
     def _used(self, buckets: Sequence[GradientBucket]) -> list[int]:
         """Return the columns of the parameters that have a gradient in these buckets,

@@ -44,7 +44,11 @@ class ModuleHook:
     module; in a copy of the module it does nothing."""
 
     def __init__(
-        self, module: nn.Module, owner: Any, method: Callable[..., None], argument: Any
+        self,
+        module: nn.Module,
+        owner: Any,
+        method: Callable[..., None],
+        argument: Any,
     ) -> None:
         self._module = weakref.ref(module)
         self._owner = weakref.ref(owner)

@@ -3,7 +3,7 @@ ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils import swap_tensors
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..transport import Transport
+from .handles import ParamHandle
 
 COLUMNS = 64
 """Of the table that a checksum makes of a tensor's words."""
@@ -259,6 +260,14 @@ def checksum(tensor: Tensor) -> Tensor:
     total = _weighted(tail.to(torch.int64), 1)
     total = total + _weighted(table.sum(1, dtype=torch.int64), 3)
     return total + _weighted(table.sum(0, dtype=torch.int64), 5)
+
+
+def checksum_of(handles: Iterable[ParamHandle]) -> int:
+    """Return a number that tells what parameters are."""
+    total = 0
+    for handle in handles:
+        total += (1 + handle.index) * (1 + int(checksum(handle.param)))
+    return total
 
 
 def _resolved(tensor: Tensor) -> Tensor:

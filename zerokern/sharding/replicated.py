@@ -15,17 +15,27 @@ from ..pretend import address
 from ..transport import Gather, Transport
 from .handles import ParamHandles
 from .hooks import Handles, ModuleHook
+from .initial import checksum_of
 from .parameters import ParameterBucket, storages_of
 from .placeholders import Placeholders
 
 VERSION = operator.attrgetter("_version")
+
+MARKS = 2**31 - 1
+FACTOR = 48271
+"""Of a hash of the parameters that were written to (S. K. Park, K. W. Miller and P. K.
+Stockmeyer, "Technical correspondence", 1993)."""
 
 
 class ReplicatedBucket:
     """One bucket's parameters: views of flat memory that lives as long as they do."""
 
     def __init__(
-        self, parameters: ParameterBucket, transport: Transport, *, in_forward: bool
+        self,
+        parameters: ParameterBucket,
+        transport: Transport,
+        *,
+        in_forward: bool,
     ) -> None:
         assert parameters.flat is not None
         self.parameters = parameters
@@ -74,15 +84,15 @@ class ReplicatedBucket:
         """Whoever reads a parameter has to wait for it."""
         self.wait()
 
-    def follow_writes(self) -> None:
+    def follow_writes(self) -> list[int]:
         """If somebody has written to a parameter since the last time, let the master
-        follow.
+        follow. Return the numbers of those written to, in the layout.
 
         Raises:
             RuntimeError: a parameter no longer is its view of the bucket, as after
                 `model.to(...)`; names it and the remedy.
         """
-        written = False
+        written = []
         versions = self._versions
         for index, param in enumerate(self.parameters.params):
             if isinstance(param, FakeTensor):
@@ -92,10 +102,12 @@ class ReplicatedBucket:
             if found != self._addresses[index] or param.dtype != self.parameters.dtype:
                 self._refuse_moved(index)
             version = param._version
-            written |= version != versions[index]
-            versions[index] = version
+            if version != versions[index]:
+                written.append(self.parameters.handles[index].index)
+                versions[index] = version
         if written:
             self.parameters.refresh_master()
+        return written
 
     def _refuse_moved(self, index: int) -> None:
         name = self.parameters.handles[index].name
@@ -122,6 +134,11 @@ class ReplicatedParameters:
         """Parameters are copies, to be written back: never here."""
         self._buckets: dict[int, ReplicatedBucket] = {}
         """By their index in the layout."""
+        self.mark = 0
+        """Tells which parameters somebody has written to since the last step: 31 bits,
+        0 if none."""
+        self._is_doubtful = False
+        """The ranks were found to have different parameters."""
         self._handles = Handles()
 
     def __del__(self) -> None:
@@ -141,7 +158,9 @@ class ReplicatedParameters:
         self.wait_all()
 
     def replace(
-        self, gone: Sequence[ParameterBucket], made: Sequence[ParameterBucket]
+        self,
+        gone: Sequence[ParameterBucket],
+        made: Sequence[ParameterBucket],
     ) -> None:
         """Take further buckets. None goes: frozen parameters have none."""
         for parameters in made:
@@ -172,11 +191,41 @@ class ReplicatedParameters:
             RuntimeError: a parameter was moved out of its bucket.
         """
         self.wait_all()
+        self.mark = 0
         for bucket in self._buckets.values():
-            bucket.follow_writes()
+            for index in bucket.follow_writes():
+                self.mark = (self.mark * FACTOR + index + 1) % MARKS
+        if self._is_doubtful:
+            self.mark = 1 + self._transport.groups.agrees.rank
+
+    def compare(self) -> None:
+        """The ranks have written to different parameters: refuse that, unless what they
+        have now is the same, as after a broadcast.
+
+        Raises:
+            RuntimeError: on all ranks; says the remedy.
+        """
+        total = 0
+        for bucket in self._buckets.values():
+            total += checksum_of(bucket.parameters.handles)
+        mine = torch.tensor(
+            [total % MARKS],
+            dtype=torch.int64,
+            device=self._transport.device,
+        )
+        sums = self._transport.all_gather_words(mine).flatten()
+        self._is_doubtful = bool((sums != sums[0]).any())
+        if self._is_doubtful:
+            raise RuntimeError(
+                "parameters were written to on some ranks and not on others, and are"
+                " not the same on all of them now; write to them alike on all ranks, or"
+                " broadcast them afterwards. Nothing was updated"
+            )
 
     def updated(
-        self, parameters: ParameterBucket, written: Sequence[nn.Parameter]
+        self,
+        parameters: ParameterBucket,
+        written: Sequence[nn.Parameter],
     ) -> None:
         """The shard of a bucket was updated: send it to all ranks."""
         self._buckets[parameters.layout.index].publish(written)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..transport import Transport
 from .hooks import Handles, ModuleHook
+from .initial import checksum_of
 from .parameters import ParameterBucket
 from .saved import SavedParameters
 from .units import Unit, UnitState
@@ -38,6 +39,8 @@ class ShardedParameters:
         """Every parameter is whole, within `full`."""
         self.inside: list[str] = []
         """Units whose forwards are under way, outermost first; one may call itself."""
+        self.mark = 0
+        """What was written to parameters: nothing, outside of `full`."""
         self._handles = Handles()
 
     def add(self, parameters: ParameterBucket) -> None:
@@ -202,24 +205,30 @@ class ShardedParameters:
             unit.unshard(own_storages=True)
 
     def _compare(self, error: Exception | None) -> tuple[list[int], list[int]]:
-        """Return the ranks whose body raised, and those whose edits are not those of
-        rank 0."""
-        edits = 0
-        for unit in self.units.values():
-            for bucket in unit.buckets:
-                edits += bucket.checksum_of_writes()
-        edits = (edits + 2**62) % 2**63 - 2**62
-        mine = torch.tensor(
-            [error is not None, edits], dtype=torch.int64, device=self._transport.device
-        )
-        words = self._transport.all_gather_words(mine)
-        raised = words[:, 0]
-        differs = words[:, 1] != words[0, 1]
+        """Return the ranks whose body raised, and those whose parameters are not those
+        of rank 0."""
+        buckets = [bucket for unit in self.units.values() for bucket in unit.buckets]
+        written = any(bucket.is_written() for bucket in buckets)
+        words = self._exchange([error is not None, written])
         # any() first: a rehearsal answers it, and cannot know how much nonzero() would
         # return.
-        if not (raised.any() or differs.any()):
+        if words[:, 0].any():
+            return _places(words[:, 0]), []
+        if not words[:, 1].any():
             return [], []
-        return _places(raised), _places(differs)
+        # Also what torch does not know of, such as what a broadcast has written.
+        total = sum(checksum_of(bucket.parameters.handles) for bucket in buckets)
+        sums = self._exchange([(total + 2**62) % 2**63 - 2**62])[:, 0]
+        differs = sums != sums[0]
+        return [], _places(differs) if differs.any() else []
+
+    def _exchange(self, numbers: list[int]) -> Tensor:
+        device = self._transport.device
+        mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+        return self._transport.all_gather_words(mine)
+
+    def compare(self) -> None:
+        """Nobody can write to sharded parameters."""
 
     def memory(self) -> list[Tensor]:
         """Return what holds the parameters of this rank."""

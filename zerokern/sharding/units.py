@@ -16,7 +16,6 @@ from ..pretend import address
 from ..transport import Gather, Transport
 from . import transforms
 from .handles import ParamHandle
-from .initial import checksum
 from .parameters import ParameterBucket, storages_of
 from .placeholders import Placeholders
 
@@ -136,7 +135,10 @@ class UnitBucket:
     whole."""
 
     def __init__(
-        self, parameters: ParameterBucket, unit: Unit, transport: Transport
+        self,
+        parameters: ParameterBucket,
+        unit: Unit,
+        transport: Transport,
     ) -> None:
         self.parameters = parameters
         self.gather = Gather(transport, parameters.layout, unit.title, "forward")
@@ -160,15 +162,10 @@ class UnitBucket:
         self.placeholders.restore(views)
         self._versions = list(map(VERSION, self.parameters.params))
 
-    def checksum_of_writes(self) -> int:
-        """Return a number that tells which parameters were written to since they were
-        restored, and what they are; 0 if none was."""
-        total = 0
-        for index, param in enumerate(self.parameters.params):
-            if param._version != self._versions[index]:
-                handle = self.parameters.handles[index]
-                total += (1 + handle.index) * (1 + int(checksum(param)))
-        return total
+    def is_written(self) -> bool:
+        """Return whether torch knows of a write to a parameter since they were
+        restored."""
+        return list(map(VERSION, self.parameters.params)) != self._versions
 
     def substitute(self) -> ParamHandle | None:
         """Make the parameters placeholders again, and let the memory go. Return one
@@ -194,7 +191,11 @@ class Unit:
     refuse to be read."""
 
     def __init__(
-        self, name: str, index: int, transport: Transport, gathered: Gathered
+        self,
+        name: str,
+        index: int,
+        transport: Transport,
+        gathered: Gathered,
     ) -> None:
         """Make a unit without parameters.
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..pretend import is_fake
 from ..rules import MAXIMIZE, UpdateRule
 from ..transport import Transport
 from .handles import ParamHandle, ParamHandles
@@ -165,6 +166,7 @@ class Updater:
     def gather_norm(
         self,
         used: Iterable[int],
+        mark: int = 0,
         *,
         guarded: bool = True,
     ) -> None:
@@ -172,17 +174,29 @@ class Updater:
 
         Args:
             used: the columns of parameters that have a gradient here.
+            mark: of 31 bits, for `marks_differ`.
             guarded: skip the step if the sum is not finite; else zero is sent in its
                 place.
         """
         words = [0] * (1 - (-self.steps.numel() // WORD_BITS))
         for column in used:
             words[1 + column // WORD_BITS] |= 1 << column % WORD_BITS
+        if len(words) > 1:
+            words[1] |= mark << WORD_BITS  # where kernels do not look
         sent = self._upload("words", words, torch.int64)
         if guarded:
             square_sum = self._all_partials.sum()
             sent[:1].copy_(square_sum.view(1).view(torch.int64))
         self.gathered = self._transport.all_gather_words(sent)
+
+    def marks_differ(self) -> bool:
+        """Return whether the ranks have sent different marks. A host does not wait for
+        its GPU to know."""
+        gathered = self.gathered
+        if gathered is None or gathered.is_cuda or gathered.shape[1] == 1:
+            return False
+        marks = gathered[:, 1] >> WORD_BITS
+        return not is_fake(marks) and bool((marks != marks[0]).any())
 
     def norm(self, loss_scale: Tensor | None = None) -> Tensor:
         """Return the fp64 total norm of the gathered gradients, a 0-d tensor, with the
