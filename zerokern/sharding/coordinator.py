@@ -21,6 +21,7 @@ from .initial import make_buffers_equal
 from .join import Join
 from .presence import Presence
 from .reducer import Reducer
+from .replicated import ReplicatedParameters
 from .schedule import UnitSchedule
 from .sharded import ShardedParameters
 from .skipped import SKIPPED, SkippedSteps
@@ -56,8 +57,7 @@ class Coordinator:
         self.parameters = blueprint.store(modules)
         self.buckets = blueprint.parameter_buckets(
             self.layout.buckets, self.handles, self.parameters
-        )
-        """All of them, trainable and frozen ones."""
+        )  # trainable and frozen ones
         if blueprint.model is not None:
             make_buffers_equal(blueprint.model, transport)
         self.trainable = [b for b in self.buckets if b.layout.trainable]
@@ -74,6 +74,7 @@ class Coordinator:
         """Of the trainable buckets, in launch order."""
         self._schedule: UnitSchedule | None = None
         self._methods: ForwardMethods | None = None
+        self._replicated: ReplicatedParameters | None = None
         self._hook(modules)
         self.clipping = Clipping(self.gradients, transport)
         self.reducer = Reducer(
@@ -87,15 +88,13 @@ class Coordinator:
         )
         if self._schedule is not None:
             self._schedule.begin(self.reducer)
-        self.loss_scale: Tensor | None = None
-        """What the gradients of the last step were divided by."""
+        self.loss_scale: Tensor | None = None  # of the last step
         self._has_no_group = transport.groups.agrees.process_group is None
         self._skipped = SkippedSteps(self.updater.report)
-        self._presence = Presence(blueprint.model, self.handles.num_columns)
+        self._presence = Presence(blueprint.model)
         self._idle: set[int] = set()
         """Parameters that were taken out of their groups: they keep their values."""
-        self._joined: Join | None = None
-        """Inside of `join`."""
+        self._joined: Join | None = None  # inside of `join`
         self._written: dict[int, list[nn.Parameter]] = {}  # by bucket, at the step
         self._synchronized: list[int] = []
         """Generations of the gradients whose norm was gathered."""
@@ -112,7 +111,9 @@ class Coordinator:
             )
             self._methods = ForwardMethods(self._schedule)
             self.parameters.hook(modules[ROOT])
-        elif options.gather_in_forward:
+            return
+        self._replicated = self.parameters
+        if options.gather_in_forward:
             units = [module for name, module in modules.items() if name != ROOT]
             self.parameters.hook(units, self.handles)
 
@@ -164,11 +165,8 @@ class Coordinator:
 
     @torch.no_grad()
     def reduced(self, bucket: GradientBucket) -> None:
-        """Update a bucket that has just been reduced, and let its gradients go.
-
-        Only its parameters count as used here, so that the scalar table leaves all
-        others as they are.
-        """
+        """Update a bucket that has just been reduced, and let its gradients go. Only
+        its parameters count as used: the scalar table leaves all others as they are."""
         self.parameters.prepare_update(bucket.parameters)
         self.updater.gather_norm(self._used([bucket]), guarded=False)
         adds_decay = self.updater.form_table(self.groups)
@@ -178,7 +176,8 @@ class Coordinator:
 
     def end_backward(self) -> None:
         """Whoever reads parameters next has to wait for their updates."""
-        self.parameters.end_step()
+        if self._replicated:
+            self._replicated.end_step()
 
     # ---------------------------------------------------------------- the step
 
@@ -236,10 +235,12 @@ class Coordinator:
     def gather_norm(self) -> None:
         """Exchange the small vector of reduced gradients."""
         used = self._used(self.gradients)
-        self._presence.check(used, self.handles)
-        self.updater.gather_norm(used, self.parameters.mark)
-        if self.updater.marks_differ():
-            self.parameters.compare()
+        if len(used) < self.handles.num_columns:
+            self._presence.check(used, self.handles)
+        whole = self._replicated
+        self.updater.gather_norm(used, whole.mark if whole else 0)
+        if whole and self.updater.marks_differ():
+            whole.compare()
 
     def _used(self, buckets: Sequence[GradientBucket]) -> list[int]:
         """Return the columns of the parameters that have a gradient in these buckets,
@@ -292,7 +293,8 @@ class Coordinator:
             number, group = self.transport.step, self.transport.groups.agrees
             scaled = loss_scale is not None
             skipped.look(number, self.gradients, group, scaled=scaled)
-        self.parameters.end_step()
+        if self._replicated:
+            self._replicated.end_step()
         self.reducer.end_step()
         self.transport.end_step()
         self.loss_scale = loss_scale

@@ -91,7 +91,7 @@ class GradientBucket:
 
     @property
     def has_reduced(self) -> bool:
-        """This rank had a part in what was reduced."""
+        """Of what was reduced, this rank had a part."""
         return any(slot.state in HAS_REDUCED for slot in self.slots)
 
     def _empty_shard(self, transport: Transport) -> Tensor:
@@ -192,8 +192,8 @@ class GradientBucket:
         if self.state is BucketState.REDUCED:
             for slot in self.slots:
                 slot.look()
-            used = self.has_reduced
-            if self.forget_zeroed(reopening=True) or (accumulate and not used):
+            others = accumulate and not self.has_reduced
+            if self.forget_zeroed(reopening=True) or others:
                 in_local = self.is_resident and self._wire == self._reduced
                 self.accumulated = self.shard.clone() if in_local else self.shard
         if self.updates_in_backward and self.accumulated is None:
@@ -251,8 +251,7 @@ class GradientBucket:
         self._alone_generation = self.generation
 
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
-        """REDUCED, or in a world of one: change the gradients by a function that works
-        in place."""
+        """REDUCED, or alone: change the gradients by a function that works in place."""
         if self._alone:
             if self.local is not None:
                 function(self.local)
@@ -396,5 +395,6 @@ class GradientBucket:
         for slot, place in zip(self.slots, self.parameters.places, strict=True):
             # .data: each view has a version counter of its own.
             slot.attach(self.local.as_strided(*place).data)
-        self.parameters.zero_padding(self.local)
+        for start, end in self.layout.padding:
+            self.local[start:end].zero_()  # it takes part in sums
         return self.local

@@ -11,26 +11,20 @@ from .handles import ParamHandles
 
 
 class Presence:
-    """Looks at the parameters of a model that bring no gradient any more: another one
+    """Looks at the parameters of a model that bring no gradient: another one
     may have taken their place in their module, and nobody trains that. A module that
     was replaced has parameters of its own, as in torch."""
 
-    def __init__(
-        self,
-        model: nn.Module | None,
-        num_columns: int,
-    ) -> None:
+    def __init__(self, model: nn.Module | None) -> None:
         """Watch a model, if there is one."""
         self._places: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
         """The module of each parameter, by its id, and its name there."""
         for module in () if model is None else model.modules():
             for name, param in module.named_parameters(recurse=False):
                 self._places[id(param)] = weakref.ref(module), name
-        self._used = set(range(num_columns))
-        """Columns of those that had a gradient in the last step."""
 
     def check(self, used: Sequence[int], handles: ParamHandles) -> None:
-        """Look at those that brought a gradient in the last step and do not in this.
+        """Look at those that bring no gradient.
 
         Args:
             used: columns of the parameters that have a gradient here.
@@ -39,11 +33,9 @@ class Presence:
         Raises:
             RuntimeError: one was replaced; names it and the remedy.
         """
-        if not self._places:
-            return
-        gone, self._used = self._used.difference(used), set(used)
-        for handle in handles if gone else ():
-            if handle.column not in gone:
+        brought = set(used)
+        for handle in handles if self._places else ():
+            if handle.column < 0 or handle.column in brought:
                 continue
             param = self._found(handle.param)
             if param is None or param is handle.param or not param.requires_grad:

@@ -87,8 +87,8 @@ class Reducer:
         self.add(buckets)
 
     def add(self, buckets: Sequence[GradientBucket]) -> None:
-        """Take further buckets, to be launched after the others. What is in p.grad of
-        their parameters is adopted before the next step."""
+        """Take further buckets, to be launched last. What is in p.grad of their
+        parameters is adopted before the next step."""
         for bucket in buckets:
             self._buckets.append(bucket)
             for slot in bucket.slots:
@@ -160,9 +160,8 @@ class Reducer:
                 schedule.gradients_complete(bucket)
 
     def enter_pass(self, *, accumulating: bool = False) -> None:
-        """Notice, from inside of a hook, which backward pass is under way, to be told
-        of its end. One that brings no gradients, such as that of `autograd.grad`,
-        reduces nothing; `accumulating` if it is known to bring some."""
+        """Notice in a hook which backward pass is under way, to be told of its end. One
+        that brings no gradients reduces nothing; `accumulating` if it brings some."""
         if self._passes.task != torch._C._current_graph_task_id():
             comes_to_any = self._passes.enter(self._nodes)
             self._brings_gradients |= accumulating or comes_to_any
@@ -198,11 +197,10 @@ class Reducer:
     def backward_failed(self) -> None:
         """A pass ended in an exception: gradients stay as far as they came."""
         self._passes.forget()
-        self._brings_gradients = False
+        self._brings_gradients, self._next = False, 0
         with without_placeholders():
             while self._in_flight:
                 self._in_flight.popleft().finish()
-            self._next = 0
             for bucket in self._buckets:
                 bucket.end_backward()
                 if bucket.updates_in_backward:
@@ -300,8 +298,10 @@ class Reducer:
                     bucket.reduce_alone()
                 return
             self._notice_zeroing(look=False)
-            pending = any(b.state is BucketState.LOCAL for b in self._buckets)
-            if pending or not self._rounds or self._next > 0:
+            pending = not self._rounds or self._next > 0
+            for bucket in self._buckets:
+                pending |= bucket.state is BucketState.LOCAL
+            if pending:
                 self._finish_round()
             for bucket in self._buckets:
                 if bucket.state is BucketState.ZEROED:
@@ -341,16 +341,18 @@ class Reducer:
             self._clipping.end_step()
         self._foreseen, self._learned = self._backwards or None, True
         self._backwards = self._rounds = 0
+        used = False
         for bucket in self._buckets:
             if bucket.updates_in_backward:
                 bucket.end_step()
-        self._zeroed |= not any(bucket.has_reduced for bucket in self._buckets)
+            for slot in bucket.slots:
+                used |= slot.state in HAS_REDUCED
+        self._zeroed |= not used
 
     def drop_zeroed(self) -> None:
         """After zero_grad: forget what was reduced, and give the memory of local
         gradients back, in stages 2 and 3."""
-        self._zeroed = True
-        self._accumulates = None
+        self._zeroed, self._accumulates = True, None
         if self._clipping.is_used:
             self._clipping.forget()
         with without_placeholders():

@@ -39,8 +39,6 @@ class ShardedParameters:
         """Every parameter is whole, within `full`."""
         self.inside: list[str] = []
         """Units whose forwards are under way, outermost first; one may call itself."""
-        self.mark = 0
-        """What was written to parameters: nothing, outside of `full`."""
         self._handles = Handles()
 
     def add(self, parameters: ParameterBucket) -> None:
@@ -131,9 +129,6 @@ class ShardedParameters:
         autograd has saved of it is out of date."""
         if written:
             self.units[parameters.layout.unit].note_update()
-
-    def end_step(self) -> None:
-        """All shards were updated."""
 
     def recover(self) -> None:
         """Outside of forward and backward: reshard what was left whole."""
@@ -226,9 +221,6 @@ class ShardedParameters:
         device = self._transport.device
         mine = torch.tensor(numbers, dtype=torch.int64, device=device)
         return self._transport.all_gather_words(mine)
-
-    def compare(self) -> None:
-        """Nobody can write to sharded parameters."""
 
     def memory(self) -> list[Tensor]:
         """Return what holds the parameters of this rank."""

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..pretend import is_fake
 from ..rules import MAXIMIZE, UpdateRule
 from ..transport import Transport
 from .handles import ParamHandle, ParamHandles
@@ -195,8 +194,10 @@ class Updater:
         gathered = self.gathered
         if gathered is None or gathered.is_cuda or gathered.shape[1] == 1:
             return False
+        if self._transport.groups.agrees.is_fake:
+            return False
         marks = gathered[:, 1] >> WORD_BITS
-        return not is_fake(marks) and bool((marks != marks[0]).any())
+        return bool((marks != marks[0]).any())
 
     def norm(self, loss_scale: Tensor | None = None) -> Tensor:
         """Return the fp64 total norm of the gathered gradients, a 0-d tensor, with the
