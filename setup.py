@@ -8,6 +8,7 @@ setup(
         "zerokern",
         "zerokern.kernels",
         "zerokern.sharding",
+        "zerokern.checking",
         "zerokern.plan",
         "zerokern.examples",
     ],

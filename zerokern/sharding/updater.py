@@ -3,6 +3,7 @@ every bucket's shard is updated by it in one launch."""
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -190,14 +191,16 @@ class Updater:
 
     def marks_differ(self) -> bool:
         """Return whether the ranks have sent different marks. A host does not wait for
-        its GPU to know."""
-        gathered = self.gathered
-        if gathered is None or gathered.is_cuda or gathered.shape[1] == 1:
+        its GPU to know; on a CPU the memory is read."""
+        gathered, groups = self.gathered, self._transport.groups
+        if gathered is None or groups.alone or groups.agrees.is_fake:
             return False
-        if self._transport.groups.agrees.is_fake:
+        if gathered.is_cuda:
             return False
-        marks = gathered[:, 1] >> WORD_BITS
-        return bool((marks != marks[0]).any())
+        width = gathered.shape[1]
+        words = (ctypes.c_int64 * gathered.numel()).from_address(gathered.data_ptr())
+        marks = {word >> WORD_BITS for word in words[1::width]}
+        return width > 1 and len(marks) > 1
 
     def norm(self, loss_scale: Tensor | None = None) -> Tensor:
         """Return the fp64 total norm of the gathered gradients, a 0-d tensor, with the
