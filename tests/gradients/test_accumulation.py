@@ -20,7 +20,7 @@ from training import everything
 import zerokern
 from zerokern import Precision
 
-case = cases_of("gradients")
+case = cases_of("gradients at odd worlds")
 
 # -------------------------------------------------------------- accumulation in 16 bits
 
@@ -135,7 +135,7 @@ def small_beside_large(stage: int) -> dict[bool, Tensor]:
     }
 
 
-@pytest.mark.parametrize("at", (1, 2), ids="world{}".format)
+@at_odd_worlds
 @pytest.mark.parametrize(("stage", "no_sync"), SMALL_BESIDE_LARGE)
 def test_small_gradients_of_many_micro_batches_are_not_lost(
     stage: int, no_sync: bool, at: int

@@ -317,7 +317,7 @@ def unscaled_by_torchs_scaler(stage: int) -> tuple[list[Try], list[str]]:
     return tries, differing(ours, theirs)
 
 
-@pytest.mark.parametrize("at", (2, 3), ids="world{}".format)
+@pytest.mark.parametrize("at", ranks.worlds(2, rarely=3))
 @in_stages
 def test_torchs_scaler_that_unscales_is_refused_by_name(stage: int, at: int) -> None:
     """It would look for infinities in one rank's part; training goes on as if it had

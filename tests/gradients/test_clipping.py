@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import zerokern
 
-case = cases_of("gradients")
+case = cases_of("gradients at odd worlds")
 
 # --------------------------------------------------- what is returned, and what is done
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from training import everything
 
-case = cases_of("gradients")
+case = cases_of("gradients at odd worlds")
 
 Build = Callable[[nn.Module], Any]
 

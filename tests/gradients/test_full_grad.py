@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import zerokern
 
-case = cases_of("gradients")
+case = cases_of("gradients at odd worlds")
 
 # ------------------------------------------------------------------- when they are read
 

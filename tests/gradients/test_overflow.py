@@ -9,7 +9,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from marks import at_odd_worlds, in_stages
+from marks import at_worlds, in_stages
 from oracle import differing, rank, set_integer_gradients, sharded, state_of, world
 from registry import cases_of
 from torch import nn
@@ -74,7 +74,7 @@ def bad_gradients(stage: int) -> dict[Any, Any]:
     return found
 
 
-@at_odd_worlds
+@at_worlds
 @in_stages
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_bad_gradient_on_any_rank_skips_the_step_on_all(

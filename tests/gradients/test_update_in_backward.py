@@ -10,6 +10,7 @@ from typing import Any
 
 import models
 import pytest
+import ranks
 import torch
 from marks import in_stages
 from oracle import differing, rank, sharded, whole
@@ -218,7 +219,7 @@ def ranks_that_begin_differently(stage: int) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("at", [2, 3])
+@pytest.mark.parametrize("at", ranks.worlds(2, rarely=3))
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("name", COUNTS)
 def test_ranks_may_begin_differently(name: str, stage: int, at: int) -> None:

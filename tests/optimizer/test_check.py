@@ -6,9 +6,10 @@ from typing import Any
 
 import models
 import pytest
+import ranks
 import torch
 from checked_loops import FAULTS, loss_of, small
-from marks import at_worlds, in_stages
+from marks import in_stages
 from oracle import differing, rank
 from registry import SMALL, cases_of
 from torch import Tensor, nn
@@ -16,7 +17,9 @@ from training import everything
 
 import zerokern
 
-case = cases_of("optimizer")
+case = cases_of("checks of a step")
+
+at_worlds = pytest.mark.parametrize("at", ranks.worlds(2, rarely=(1, 3)))
 
 
 class WithNoise(nn.Module):

@@ -19,7 +19,7 @@ from torch import nn
 
 import zerokern
 
-case = cases_of("parameters")
+case = cases_of("groups of parameters")
 
 
 # ------------------------------------------------------------------------- other models

@@ -17,7 +17,7 @@ from registry import cases_of
 from torch import nn
 from torch.optim import lr_scheduler
 
-case = cases_of("parameters")
+case = cases_of("groups of parameters")
 
 
 # -------------------------------------------------------------- ways to pass parameters

@@ -9,6 +9,7 @@ from typing import Any
 
 import models
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 from marks import in_stages
@@ -19,7 +20,7 @@ from torch import nn
 
 case = cases_of("parameters")
 
-at_several = pytest.mark.parametrize("at", [2, 3])
+at_several = pytest.mark.parametrize("at", ranks.worlds(2, rarely=3))
 
 
 def _built(stage: int) -> tuple[nn.Module, Any]:

@@ -8,13 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import ranks
 from checked_loops import FAULTS, LOOPS, NONE, everything_said
-from marks import at_worlds, in_stages
+from marks import in_stages
 from registry import cases_of
 from repository import ROOT
 from torchrun import TORCHRUN
 
 case = cases_of("checks")
+
+at_worlds = pytest.mark.parametrize("at", ranks.worlds(2, rarely=(1, 3)))
 
 
 @case(stages=(0,))

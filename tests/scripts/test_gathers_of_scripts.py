@@ -12,7 +12,7 @@ from scripts import SCRIPTS
 from scripts.containers import MODELS
 from scripts.nested_checkpoints import KINDS
 
-at_several = pytest.mark.parametrize("at", ranks.worlds(3, rarely=2))
+at_several = pytest.mark.parametrize("at", ranks.worlds(2, rarely=3))
 
 
 def gathers(result: Any, step: int) -> Counter[str]:

@@ -11,7 +11,7 @@ import ranks
 from marks import in_stages, in_stages_1_and_2
 from scripts import SCRIPTS, attacks, features
 
-at_several = pytest.mark.parametrize("at", ranks.worlds(3, rarely=2))
+at_several = pytest.mark.parametrize("at", ranks.worlds(2, rarely=3))
 STEPS = 3
 UNITS = 4
 """The root and three units, each of one bucket."""
