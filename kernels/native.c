@@ -320,7 +320,7 @@ INLINE void update_block(const struct update *u, int64_t block, uint64_t key, co
         if (rule == LION) {
             FOUR(step[k] = sign_of(c[BETA1] * m[k] + c[ONE_MINUS_BETA1] * g[k]) * c[STEP_SIZE];)
             FOUR(m[k] = c[BETA2] * m[k] + c[ONE_MINUS_BETA2] * g[k];)
-        } else if (first)
+        } else if (first && (rule != SGD || c[BETA1][0] != 0.0f))
             FOUR(m[k] = c[BETA1] * m[k] + c[ONE_MINUS_BETA1] * g[k];)
         FOUR(if (first == BLOCK8) largest_first = greater(largest_first, (words)m[k] & 0x7fffffffu);)
         if (for_moments) draw(random, drawn, key, (uint32_t)i, for_weights);
@@ -333,9 +333,10 @@ INLINE void update_block(const struct update *u, int64_t block, uint64_t key, co
             FOUR(step[k] = (m[k] * c[STEP_SIZE]) / (root[k] * c[INV_SQRT_C2] + c[EPS]);)
         }
         if (rule == SGD) {
-            if (first && c[NESTEROV][0] != 0.0f)
+            const int has_momentum = first && c[BETA1][0] != 0.0f;
+            if (has_momentum && c[NESTEROV][0] != 0.0f)
                 FOUR(m[k] = g[k] + c[BETA1] * m[k];)
-            FOUR(step[k] = (first ? m[k] : g[k]) * c[STEP_SIZE];)
+            FOUR(step[k] = (has_momentum ? m[k] : g[k]) * c[STEP_SIZE];)
         }
         load_weights(w, u, weights, at, plain);
         FOUR(w[k] = w[k] * c[DECAY] - step[k];)

@@ -75,11 +75,15 @@ def sgd(
     scalars: Mapping[str, Tensor],
 ) -> Updated:
     """Stochastic gradient descent, with momentum (Sutskever et al., ICML 2013, as
-    torch.optim.SGD words it) if there is a buffer for it."""
+    torch.optim.SGD words it) if there is a buffer for it. A step whose momentum is 0
+    leaves that as it is."""
     direction = g
     if m is not None:
-        m = scalars["beta1"] * m + scalars["one_minus_beta1"] * g
-        direction = torch.where(scalars["nesterov"] != 0, g + scalars["beta1"] * m, m)
+        beta1 = scalars["beta1"]
+        moved = beta1 * m + scalars["one_minus_beta1"] * g
+        ahead = torch.where(scalars["nesterov"] != 0, g + beta1 * moved, moved)
+        direction = torch.where(beta1 != 0, ahead, g)
+        m = torch.where(beta1 != 0, moved, m)
     return w * scalars["decay"] - direction * scalars["step_size"], m, v, largest
 
 

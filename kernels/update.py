@@ -203,7 +203,8 @@ def first_moment(
     direction of the step."""
     ptr, scale_ptr = moment
     beta1 = entry(scalars, BETA1)
-    m = load_moment(ptr, scale_ptr, place, MANTISSA, True)
+    before = load_moment(ptr, scale_ptr, place, MANTISSA, True)
+    m = before
     interpolated = beta1 * m + entry(scalars, ONE_MINUS_BETA1) * g
     if RULE == "lion":
         beta2 = entry(scalars, BETA2)
@@ -214,7 +215,9 @@ def first_moment(
         direction = m
     if RULE == "sgd":
         nesterov = entry(scalars, NESTEROV)
-        direction = tl.where(nesterov != 0, g + beta1 * m, m)
+        ahead = tl.where(nesterov != 0, g + beta1 * m, m)
+        direction = tl.where(beta1 != 0, ahead, g)
+        m = tl.where(beta1 != 0, m, before)
     store_moment(ptr, scale_ptr, place, m, random, MANTISSA, True, FLOOR)
     return direction
 
@@ -257,7 +260,7 @@ def update_kernel(
                 lion:  w = w * decay
                            - sign(beta1 * m + one_minus_beta1 * g) * step_size
                        m = beta2 * m + one_minus_beta2 * g
-                sgd:   m = beta1 * m + one_minus_beta1 * g
+                sgd:   m = beta1 * m + one_minus_beta1 * g, if beta1 is not 0
                        w = w * decay - (nesterov ? g + beta1 * m : m) * step_size
                 param, master, moments = rounded to their formats, stochastically where
                 the format is too coarse

@@ -149,6 +149,17 @@ def test_scalars_of_an_extreme_sum_equal_their_twin(square_sum: float) -> None:
     check_norm([square_sum])
 
 
+def test_what_is_above_the_used_bits_is_not_looked_at() -> None:
+    """The ranks tell each other something there."""
+    inputs = two_groups("adam")
+    expected = on_all_backends(inputs)
+    marked = inputs["gathered"].clone()
+    marked[:, 1:] |= 0x7EADBEEF << 32
+    found = on_all_backends({**inputs, "gathered": marked})
+    for one, other in zip(found, expected, strict=True):
+        assert_same_bits(one, other)
+
+
 def test_many_parameters_take_several_programs() -> None:
     triton, expected = run_scalars(scalar_inputs(2 * scalars.TILE + 3))
     assert_same_bits(triton, expected)

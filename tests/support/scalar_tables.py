@@ -48,6 +48,7 @@ VARIANTS = {
     "lion": Variant("lion", {"beta2": 0.99}),
     "momentum": Variant("sgd", {"beta2": 0.1, "decoupled": 0.0}),
     "nesterov": Variant("sgd", {"beta2": 0.0, "nesterov": 1.0}),
+    "momentum of 0": Variant("sgd", {"beta1": 0.0, "beta2": 0.1}),
     "sgd": Variant("sgd", {"decoupled": 0.0}, momentum=False),
 }
 ADAMW = VARIANTS["adamw"]
