@@ -192,10 +192,8 @@ class Updater:
     def marks_differ(self) -> bool:
         """Return whether the ranks have sent different marks. A host does not wait for
         its GPU to know; on a CPU the memory is read."""
-        gathered, groups = self.gathered, self._transport.groups
-        if gathered is None or groups.alone or groups.agrees.is_fake:
-            return False
-        if gathered.is_cuda:
+        gathered, group = self.gathered, self._transport.groups.agrees
+        if gathered is None or group.size == 1 or group.is_fake or gathered.is_cuda:
             return False
         width = gathered.shape[1]
         words = (ctypes.c_int64 * gathered.numel()).from_address(gathered.data_ptr())
