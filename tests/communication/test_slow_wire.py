@@ -89,6 +89,8 @@ OWN: dict[str, Callable[[Run], None]] = {
         evaluation_between_all,
     )
 }
+pytestmark = pytest.mark.slow
+
 CHOSEN = ["number_of_backwards_changes", "checkpoint_reentrant_used_twice"]
 """Of all users' loops, those that the default run takes; the others take long."""
 LONGEST_MS = {"five_steps": 20.0}

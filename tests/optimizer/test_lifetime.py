@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 import zerokern
 
+pytestmark = pytest.mark.slow
+
 REBUILDS = 200
 FLAT_KIB = 16
 """Allocated by Python over all rebuilds: less than 82 bytes for each."""

@@ -35,7 +35,7 @@ from compiled import (
 from marks import in_stages
 from oracle import STAGES, Run, differing, rank, world
 
-pytestmark = quiet
+pytestmark = [quiet, pytest.mark.slow]
 
 PLAIN = Recipe()
 

@@ -32,22 +32,21 @@ def gathers(result: Any, step: int) -> Counter[str]:
 )
 def test_each_unit_is_gathered_twice_per_step(name: str, at: int) -> None:
     """A checkpoint's recomputation shares the gather for backward."""
-    for result in SCRIPTS.played(at)[name, 3]:
+    for result in SCRIPTS.played(name, 3, at):
         units = ["blocks.0", "blocks.1", "blocks.2", "root"]
         assert gathers(result, 2) == dict.fromkeys(units, 2)
 
 
 def test_a_world_of_one_gathers_nothing() -> None:
-    (result,) = SCRIPTS.played(1)["zero_grad_sets_to_none", 3]
+    (result,) = SCRIPTS.played("zero_grad_sets_to_none", 3, 1)
     assert not gathers(result, 2)
 
 
 @at_several
 @pytest.mark.parametrize("stage", (1, 2), ids="stage{}".format)
 def test_checkpointing_adds_no_gathers(stage: int, at: int) -> None:
-    played = SCRIPTS.played(at)
-    plain = played["zero_grad_sets_to_none", stage]
-    checkpointed = played["checkpoint_reentrant", stage]
+    plain = SCRIPTS.played("zero_grad_sets_to_none", stage, at)
+    checkpointed = SCRIPTS.played("checkpoint_reentrant", stage, at)
     for one, other in zip(plain, checkpointed, strict=True):
         assert [call[:6] for call in one["log"]] == [call[:6] for call in other["log"]]
 
@@ -63,7 +62,7 @@ def test_recomputation_gathers_nothing_again(
     at: int,
 ) -> None:
     """Also inside of a checkpointed parent."""
-    for result in SCRIPTS.played(at)[f"{name}, {kind}", 3]:
+    for result in SCRIPTS.played(f"{name}, {kind}", 3, at):
         found = gathers(result, 2)
         assert len(found) >= 3
         assert set(found.values()) == {2}
@@ -72,7 +71,7 @@ def test_recomputation_gathers_nothing_again(
 @at_several
 def test_a_wrong_guess_costs_gathers_only(at: int) -> None:
     """A unit that was gathered ahead in vain costs one gather, in each direction."""
-    for result in SCRIPTS.played(at)["routing_alternates", 3]:
+    for result in SCRIPTS.played("routing_alternates", 3, at):
         for step in range(2, 8):
             found = gathers(result, step)
             assert found["root"] == found["blocks.2"] == 2
@@ -89,7 +88,7 @@ that is called twice."""
 def test_units_that_are_walked_through_are_gathered_twice(name: str, at: int) -> None:
     """As those that are called, and from the first step on; what nobody calls is no
     unit."""
-    for result in SCRIPTS.played(at)[f"units: {name}", 3]:
+    for result in SCRIPTS.played(f"units: {name}", 3, at):
         for step in range(3):
             found = gathers(result, step)
             assert found and set(found.values()) == {2}
@@ -97,7 +96,7 @@ def test_units_that_are_walked_through_are_gathered_twice(name: str, at: int) ->
 
 @at_several
 def test_units_that_are_called_and_walked_by_turns_are_gathered_twice(at: int) -> None:
-    for result in SCRIPTS.played(at)["units_called_and_walked_by_turns", 3]:
+    for result in SCRIPTS.played("units_called_and_walked_by_turns", 3, at):
         for step in range(4):
             units = ["layers.0", "layers.1", "layers.2", "root"]
             assert gathers(result, step) == dict.fromkeys(units, 2)
@@ -107,7 +106,6 @@ def test_units_that_are_called_and_walked_by_turns_are_gathered_twice(at: int) -
 def test_units_in_containers(at: int) -> None:
     """Children of a container in a list, down to what has a forward; parameters that
     lie in no module with a forward are the root's."""
-    played = SCRIPTS.played(at)
     for name, units in {
         "dicts": ["layers.0.mix", "layers.0.norm"],
         "parameter lists": [],
@@ -120,7 +118,7 @@ def test_units_in_containers(at: int) -> None:
         ],
         "sequentials of sequentials": ["layers.0"],
     }.items():
-        for result in played[f"units: {name}", 3]:
+        for result in SCRIPTS.played(f"units: {name}", 3, at):
             found = gathers(result, 1)
             assert {u for u in found if u.startswith("layers.0")} == set(units), name
             assert "root" in found

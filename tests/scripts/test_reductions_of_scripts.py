@@ -29,7 +29,7 @@ def reductions(result: Any, step: int) -> Counter[str]:
 @at_several
 @pytest.mark.parametrize("name", [*features.NAMES, *attacks.NAMES])
 def test_each_unit_is_reduced_once_a_step(name: str, at: int) -> None:
-    for result in SCRIPTS.played(at)[name, 3]:
+    for result in SCRIPTS.played(name, 3, at):
         for step in range(STEPS):
             assert list(reductions(result, step).values()) == [1] * UNITS
 
@@ -42,7 +42,7 @@ def test_each_bucket_is_reduced_once_a_step(
     stage: int,
     at: int,
 ) -> None:
-    for result in SCRIPTS.played(at)[name, stage]:
+    for result in SCRIPTS.played(name, stage, at):
         for step in range(STEPS):
             assert set(reductions(result, step).values()) == {1}
 
@@ -62,6 +62,6 @@ def test_gradients_of_parameters_cost_no_reduction(
     name: str, stage: int, at: int
 ) -> None:
     """Those that `autograd.grad` returns are one rank's own."""
-    for result in SCRIPTS.played(at)[name, stage]:
+    for result in SCRIPTS.played(name, stage, at):
         for step in range(STEPS):
             assert set(reductions(result, step).values()) == {1}

@@ -13,32 +13,41 @@ from scripts import SCRIPTS
 
 at_worlds = pytest.mark.parametrize("at", ranks.worlds(1, 2, rarely=3))
 in_stages = pytest.mark.parametrize("stage", STAGES, ids="stage{}".format)
-of_runs = pytest.mark.parametrize(("name", "stage"), SCRIPTS.runs())
+RUNS = [
+    pytest.param(
+        name,
+        stage,
+        at,
+        marks=[pytest.mark.long] * (at == 3)
+        or [pytest.mark.slow] * (at == 2 and SCRIPTS.is_one_of_many(name)),
+        id=f"{name}-{stage}-world{at}",
+    )
+    for at in (1, 2, 3)
+    for name, stage in SCRIPTS.runs()
+]
+of_runs = pytest.mark.parametrize(("name", "stage", "at"), RUNS)
 
 
-@at_worlds
 @of_runs
 def test_agrees_with_torch(name: str, stage: int, at: int) -> None:
     """Parameters, moments, step counters and whatever the script observed, on every
     rank."""
-    for result in SCRIPTS.played(at)[name, stage]:
+    for result in SCRIPTS.played(name, stage, at):
         if SCRIPTS[name].exact:
             assert_like_torch(result, SCRIPTS.expected(name, at))
 
 
-@at_worlds
 @of_runs
 def test_leaves_no_scratch_memory(name: str, stage: int, at: int) -> None:
     """Nothing gathered and no bucket stays, after each step and each evaluation."""
-    for result in SCRIPTS.played(at)[name, stage]:
+    for result in SCRIPTS.played(name, stage, at):
         assert not any(result["buffers"])
 
 
-@at_worlds
 @of_runs
 def test_ranks_log_the_same_collectives(name: str, stage: int, at: int) -> None:
     """One global order, also when the ranks' graphs differ."""
-    results = SCRIPTS.played(at)[name, stage]
+    results = SCRIPTS.played(name, stage, at)
     assert same_on_all_ranks([result["log"] for result in results])
 
 
@@ -51,13 +60,13 @@ NOT_FINITE = [name for name in SCRIPTS if "_skips_" in name]
 def test_a_skipped_step_is_counted_on_every_rank(
     name: str, stage: int, at: int
 ) -> None:
-    assert {result["skipped"] for result in SCRIPTS.played(at)[name, stage]} == {1}
+    assert {result["skipped"] for result in SCRIPTS.played(name, stage, at)} == {1}
 
 
 def test_finite_scripts_skip_nothing() -> None:
     for name, stage in SCRIPTS.runs():
         if name not in NOT_FINITE:
-            for result in SCRIPTS.played(1)[name, stage]:
+            for result in SCRIPTS.played(name, stage, 1):
                 assert result["skipped"] == 0, name
 
 
@@ -70,7 +79,7 @@ def test_both_uses_of_a_unit_count_in_bf16(stage: int, at: int) -> None:
     run = Run(None, at, build=models.forked)
     SCRIPTS[name].loop(run)
     expected = run.result()["state"]
-    for result in SCRIPTS.played(at)[name, stage]:
+    for result in SCRIPTS.played(name, stage, at):
         for block in (0, 1):
             for layer in ("up", "down", "norm"):
                 key = f"blocks.{block}.{layer}.weight/exp_avg"

@@ -25,6 +25,10 @@ SMALL = zerokern.Buckets(bytes=6000)
 AT_ONCE = 300
 """How many runs one group of ranks plays, which has to be done in `ranks.JOIN_S`."""
 
+MANY = ("scripts.bounds", "scripts.regrouping", "scripts.resetting", "scripts.thawing")
+"""Files with many variants of one thing, which on several ranks belong to the slow
+tests."""
+
 Loop = Callable[[Run], None]
 
 
@@ -46,7 +50,7 @@ class Scripts:
 
     def __init__(self) -> None:
         self._scripts: dict[str, Script] = {}
-        self.played = functools.cache(self._played)
+        self._groups = functools.cache(self._play_group)
         self.expected = functools.cache(self._expected)
 
     def __iter__(self) -> Iterator[str]:
@@ -97,9 +101,20 @@ class Scripts:
         """Return what torch's AdamW on one process makes of a script."""
         return self.play(name, None, at)
 
-    def _played(self, at: int) -> ranks.Cases:
-        """Return all scripts in all their stages, by (name, stage), on few groups."""
-        done, runs = ranks.Cases(), self.runs()
+    def is_one_of_many(self, name: str) -> bool:
+        """Return whether a script is a variant in one of the files `MANY`."""
+        loop = self._scripts[name].loop
+        return getattr(loop, "func", loop).__module__ in MANY
+
+    def played(self, name: str, stage: int, at: int) -> list[Any]:
+        """Return what a script has returned on each rank in a stage. It is run with all
+        others, or with all variants, if it is one."""
+        return self._groups(at, self.is_one_of_many(name))[name, stage]
+
+    def _play_group(self, at: int, of_many: bool) -> ranks.Cases:
+        """Return scripts in all their stages, by (name, stage), on few groups."""
+        done = ranks.Cases()
+        runs = [run for run in self.runs() if self.is_one_of_many(run[0]) == of_many]
         for first in range(0, len(runs), AT_ONCE):
             some = runs[first : first + AT_ONCE]
             part = ranks.run_cases(
