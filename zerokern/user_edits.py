@@ -52,12 +52,7 @@ class UserEdits:
     ) -> bool:
         """Return whether all is as it was. Values of the state that were written to in
         place are. Called at every step, so all loops are C's."""
-        members: list[int] = []
-        for group in groups:
-            params = group["params"]
-            members.append(len(params))
-            members += map(id, params)
-        if members != self._members:
+        if _members(groups) != self._members:
             return False
         entries = self._entries
         if not all(map(operator.is_, map(state.get, self._params), entries)):
@@ -144,6 +139,7 @@ class UserEdits:
 
 
 def _members(groups: Groups) -> list[int]:
+    """Return the number of parameters of each group, and these by id."""
     members: list[int] = []
     for group in groups:
         members.append(len(group["params"]))

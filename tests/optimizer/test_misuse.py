@@ -17,7 +17,7 @@ from training import everything, step_by_hand
 import zerokern
 
 
-def unchanged_by(
+def assert_unchanged_by(
     error: type[Exception], match: str, misuse: Callable[[nn.Module, Any], Any]
 ) -> None:
     """Assert that a misuse raises, that nothing changed, and that the next step is
@@ -42,7 +42,7 @@ def test_a_closure_without_a_loss() -> None:
     def misuse(model: nn.Module, optimizer: Any) -> None:
         optimizer.step(lambda: set_integer_gradients(model, 5))
 
-    unchanged_by(TypeError, r"NoneType.*return the loss", misuse)
+    assert_unchanged_by(TypeError, r"NoneType.*return the loss", misuse)
 
 
 def test_a_closure_that_raises() -> None:
@@ -50,12 +50,12 @@ def test_a_closure_that_raises() -> None:
         set_integer_gradients(model, 5)
         optimizer.step(lambda: 1 / 0)
 
-    unchanged_by(ZeroDivisionError, "division", misuse)
+    assert_unchanged_by(ZeroDivisionError, "division", misuse)
 
 
 @pytest.mark.parametrize("norm_type", [0.0, -1.0, float("-inf"), float("nan")])
 def test_a_norm_that_has_no_parts(norm_type: float) -> None:
-    unchanged_by(
+    assert_unchanged_by(
         ValueError,
         r"norm_type=.*positive",
         lambda model, optimizer: optimizer.clip_grad_norm_(1.0, norm_type),
@@ -64,7 +64,7 @@ def test_a_norm_that_has_no_parts(norm_type: float) -> None:
 
 @pytest.mark.parametrize("bound", [-1.0, float("nan")])
 def test_a_negative_bound(bound: float) -> None:
-    unchanged_by(
+    assert_unchanged_by(
         ValueError,
         r"max_norm",
         lambda model, optimizer: optimizer.clip_grad_norm_(bound),
@@ -73,7 +73,7 @@ def test_a_negative_bound(bound: float) -> None:
 
 def test_a_late_group_that_needs_other_states() -> None:
     group = {"params": [nn.Parameter(torch.ones(3))], "amsgrad": True}
-    unchanged_by(
+    assert_unchanged_by(
         ValueError,
         r"amsgrad differs between param groups",
         lambda model, optimizer: optimizer.add_param_group(group),
@@ -82,7 +82,7 @@ def test_a_late_group_that_needs_other_states() -> None:
 
 def test_a_late_parameter_on_another_device() -> None:
     group = {"params": [nn.Parameter(torch.ones(3, device="meta"))]}
-    unchanged_by(
+    assert_unchanged_by(
         ValueError,
         r"is on meta.*on cpu.*move it",
         lambda model, optimizer: optimizer.add_param_group(group),

@@ -237,10 +237,10 @@ class Coordinator:
         used = self._used(self.gradients)
         if len(used) < self.handles.num_columns:
             self._presence.check(used, self.handles)
-        whole = self._replicated
-        self.updater.gather_norm(used, whole.mark if whole else 0)
-        if whole and self.updater.marks_differ():
-            whole.compare()
+        store = self._replicated
+        self.updater.gather_norm(used, store.mark if store else 0)
+        if store and self.updater.marks_differ():
+            store.compare()
 
     def _used(self, buckets: Sequence[GradientBucket]) -> list[int]:
         """Return the columns of the parameters that have a gradient in these buckets,

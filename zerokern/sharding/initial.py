@@ -12,7 +12,7 @@ from torch.utils import swap_tensors
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..transport import Transport
-from .handles import ParamHandle
+from .parameters import ParameterBucket
 
 COLUMNS = 64
 """Of the table that a checksum makes of a tensor's words."""
@@ -262,12 +262,15 @@ def checksum(tensor: Tensor) -> Tensor:
     return total + _weighted(table.sum(0, dtype=torch.int64), 5)
 
 
-def checksum_of(handles: Iterable[ParamHandle]) -> int:
-    """Return a number that tells what parameters are."""
-    total = 0
-    for handle in handles:
-        total += (1 + handle.index) * (1 + int(checksum(handle.param)))
-    return total
+def checksum_of(buckets: Iterable[ParameterBucket]) -> Tensor:
+    """Return an int64 that tells what the parameters of buckets are, [1], on their
+    device; they are whole."""
+    weighted = [
+        (1 + handle.index) * checksum(handle.param)
+        for bucket in buckets
+        for handle in bucket.handles
+    ]
+    return torch.stack(weighted).sum().view(1)
 
 
 def _resolved(tensor: Tensor) -> Tensor:

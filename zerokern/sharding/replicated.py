@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -20,11 +21,6 @@ from .parameters import ParameterBucket, storages_of
 from .placeholders import Placeholders
 
 VERSION = operator.attrgetter("_version")
-
-MARKS = 2**31 - 1
-FACTOR = 48271
-"""Of a hash of the parameters that were written to (S. K. Park, K. W. Miller and P. K.
-Stockmeyer, "Technical correspondence", 1993)."""
 
 
 class ReplicatedBucket:
@@ -191,10 +187,10 @@ class ReplicatedParameters:
             RuntimeError: a parameter was moved out of its bucket.
         """
         self.wait_all()
-        self.mark = 0
+        written: list[int] = []
         for bucket in self._buckets.values():
-            for index in bucket.follow_writes():
-                self.mark = (self.mark * FACTOR + index + 1) % MARKS
+            written += bucket.follow_writes()
+        self.mark = zlib.crc32(repr(written).encode()) >> 1 if written else 0
         if self._is_doubtful:
             self.mark = 1 + self._transport.groups.agrees.rank
 
@@ -205,15 +201,8 @@ class ReplicatedParameters:
         Raises:
             RuntimeError: on all ranks; says the remedy.
         """
-        total = 0
-        for bucket in self._buckets.values():
-            total += checksum_of(bucket.parameters.handles)
-        mine = torch.tensor(
-            [total % MARKS],
-            dtype=torch.int64,
-            device=self._transport.device,
-        )
-        sums = self._transport.all_gather_words(mine).flatten()
+        buckets = [bucket.parameters for bucket in self._buckets.values()]
+        sums = self._transport.all_gather_words(checksum_of(buckets)).flatten()
         self._is_doubtful = bool((sums != sums[0]).any())
         if self._is_doubtful:
             raise RuntimeError(

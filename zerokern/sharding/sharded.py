@@ -204,7 +204,9 @@ class ShardedParameters:
         of rank 0."""
         buckets = [bucket for unit in self.units.values() for bucket in unit.buckets]
         written = any(bucket.is_written() for bucket in buckets)
-        words = self._exchange([error is not None, written])
+        device = self._transport.device
+        mine = torch.tensor([error is not None, written], device=device)
+        words = self._transport.all_gather_words(mine.to(torch.int64))
         # any() first: a rehearsal answers it, and cannot know how much nonzero() would
         # return.
         if words[:, 0].any():
@@ -212,15 +214,10 @@ class ShardedParameters:
         if not words[:, 1].any():
             return [], []
         # Also what torch does not know of, such as what a broadcast has written.
-        total = sum(checksum_of(bucket.parameters.handles) for bucket in buckets)
-        sums = self._exchange([(total + 2**62) % 2**63 - 2**62])[:, 0]
+        mine = checksum_of([bucket.parameters for bucket in buckets])
+        sums = self._transport.all_gather_words(mine).flatten()
         differs = sums != sums[0]
         return [], _places(differs) if differs.any() else []
-
-    def _exchange(self, numbers: list[int]) -> Tensor:
-        device = self._transport.device
-        mine = torch.tensor(numbers, dtype=torch.int64, device=device)
-        return self._transport.all_gather_words(mine)
 
     def memory(self) -> list[Tensor]:
         """Return what holds the parameters of this rank."""
